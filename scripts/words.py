@@ -69,7 +69,7 @@ KINDS = (
 )
 
 
-ELSEWHERE = ("benchmarks", "scripts", "examples", "findings")
+ELSEWHERE = ("tests", "benchmarks", "scripts", "examples", "findings")
 """Folders outside the product, in which errors may lack a remedy."""
 
 BUILT_IN = frozenset({"AttributeError", "NotImplementedError", "TypeError", "OSError", "AssertionError"})

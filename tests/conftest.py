@@ -1,4 +1,4 @@
-"""What every test shares: a cache of its own for compiled things, and small checkpoints with decoders over them."""
+"""Shared by all tests: a separate cache for compiled things, and small checkpoints with decoders over them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
-    """Where several processes share the files: in the order of the tests, those that use Ray in one of them."""
+    """Distribute files over processes in the order of the tests; files that use Ray run in one process."""
     from xdist.scheduler import LoadFileScheduling
 
     class ByFile(LoadFileScheduling):
@@ -80,7 +80,7 @@ def _common(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def fair_share() -> Iterator[None]:
-    """Ray's workers get as much of a busy machine as the tests and compilers beside them, and Serve waits longer."""
+    """Ray's workers get as much of a busy machine as the tests and compilers, and Serve waits longer."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_worker_niceness", "0")  # Ray's own is 15, a thirtieth of what others get
         patch.setenv("RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD", "0")  # as in clusters that `paceline serve` starts

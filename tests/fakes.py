@@ -1,4 +1,4 @@
-"""A table model whose distribution is known, in place of a network, with a cache that checks itself; no tests in here.
+"""A table model whose distribution is known, in place of a network, with a cache that checks itself; no tests.
 
 The next token depends on the last two, by a fixed random table. The model reads the tokens it depends on from its
 cache, so a wrong cache row changes what is drawn; when it is told what was committed, it asserts at every forward that
@@ -177,7 +177,7 @@ class TableDecoder(SamplingDecoder):
         guest: dict[str, object] | None = None,
         owner: object | None = None,
     ) -> Step:
-        """As the real one, and strict about what a compiled graph is strict about: its shapes."""
+        """Make a graph as the real one does, and raise if shapes change, as a compiled graph would."""
         shapes = [x.shape for x in example]
         full = (key, owner)
         if full not in self._made:
@@ -206,7 +206,7 @@ class FusedTableStep:
 
 
 class Truth:
-    """What was committed to every slot, by the commits alone."""
+    """Tokens committed to every slot, from the commits only."""
 
     def __init__(self, slots: int, positions: int) -> None:
         self.text = torch.full((slots, positions), -1, dtype=torch.int64)
@@ -219,7 +219,7 @@ class Truth:
         self.length[slot] = len(text)
 
     def go_on(self, commit: Commit) -> None:
-        """What a graph reads: the last commit or, where rounds run in a row, one that nobody was told of yet."""
+        """Input of a graph: the last commit or, if rounds run in a row, one that the host has not received yet."""
         fresh = (commit.first_row == self.length) & (commit.first_row > 0) & ~self.joining
         if bool(fresh.any()):
             length = self.length

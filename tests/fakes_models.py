@@ -1,4 +1,4 @@
-"""Tiny Llama checkpoints on disk, in float32, and what transformers says about them; no tests in here."""
+"""Tiny Llama checkpoints on disk, in float32, and what transformers says about them; no tests."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def logits_of(made: LlamaForCausalLM, text: list[int]) -> Tensor:
 
 
 def generated(made: LlamaForCausalLM, prompt: list[int], **asked: object) -> list[int]:
-    """What transformers makes of a prompt, greedily."""
+    """Greedy continuation of a prompt by transformers."""
     found = made.generate(
         torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), do_sample=False, pad_token_id=0, **asked
     )

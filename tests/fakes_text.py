@@ -1,4 +1,4 @@
-"""A tokenizer over pieces of bytes; no tests in here."""
+"""A tokenizer over pieces of bytes; no tests."""
 
 from __future__ import annotations
 

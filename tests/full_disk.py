@@ -1,4 +1,4 @@
-"""A disk that is full, as far as this process and its children can tell; no tests in here."""
+"""A disk that is full, as far as this process and its children can tell; no tests."""
 
 import resource
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
-"""In which order files of tests run: the long ones first, so that no process is alone with one at the end.
+"""The order in which files of tests run: the long ones first, so that no process is left with one at the end.
 
 Files are named, not timed: a run says at its end which file took long and is not named here. All files that use Ray are
-one piece of work, so that one cluster is started and a single process waits for it. No tests in here.
+one piece of work, so that one cluster is started and a single process waits for it. Contains no tests.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def file_of(nodeid: str) -> str:
 
 
 def scope_of(nodeid: str) -> str:
-    """What runs in one process from beginning to end."""
+    """Files that run in one process from beginning to end."""
     file = file_of(nodeid)
     return "ray" if file in RAY else file
 

@@ -1,4 +1,4 @@
-"""A call of `sample` and the texts of its result; no tests in here."""
+"""A call of `sample` and the texts of its result; no tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A simulated cluster of two inf2.48xlarge on real Ray, one for all tests that need it; no tests in here."""
+"""A simulated cluster of two inf2.48xlarge on real Ray, one for all tests that need it; no tests."""
 
 from __future__ import annotations
 

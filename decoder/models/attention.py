@@ -29,8 +29,8 @@ class Attention(nn.Module):
         self.qkv_bias = frozen(_gathered(part, weights, inner, kind="bias", sides=sides)) if plan.qkv_bias else None
         self.out = matrix(part.matrix(weights, inner["out"]))
         self.out_bias = frozen(weights.pop(f"{inner['out']}.bias")) if plan.out_bias else None
-        unturned = bool(plan.unturned and plan.unturned[index])
-        unnormed = plan.head_norms == "bare" and unturned
+        unrotated = bool(plan.unrotated and plan.unrotated[index])
+        unnormed = plan.head_norms == "bare" and unrotated
         self.q_norm, self.k_norm = (
             HeadNorm(part, weights, inner.get(side, ""), heads=heads)
             if plan.head_norms and not unnormed and side[0] in sides
@@ -41,7 +41,7 @@ class Attention(nn.Module):
         self.scale = plan.query_scale * config.head_dim**0.5 if plan.query_scale else 1.0
         self.window, self._cap = plan.windows[index] if plan.windows else 0, plan.score_cap
         self._chunk = plan.chunks[index] if plan.chunks else 0
-        self._sharper = None if plan.only_unturned_sharper and not unturned else plan.sharper
+        self._sharper = None if plan.only_unturned_sharper and not unrotated else plan.sharper
         self.plain = (
             not (plan.head_norms or plan.alibi or self.window or self._cap or plan.qkv_clip or plan.sinks)
             and not (self._chunk or self._sharper)
@@ -132,18 +132,18 @@ class LatentAttention(nn.Module):
         self._kernels, self._group, self._latent = part.kernels, part.group, latent
         self.width, self._heads = config.head_dim, heads
         self.scale = part.plan.query_scale * self.width**0.5 if part.plan.query_scale else 1.0
-        self.q_short = matrix(part.matrix(weights, inner["q short"])) if latent.query else None
-        self.q_norm = self._norm(part, weights, inner["q short norm"]) if latent.query else None
-        queries = part.matrix(weights, inner["q long" if latent.query else "q"])
-        # Turned dimensions go first, and the pairs half of them apart, where `Kernels.rotate` expects them.
-        count = latent.turned
-        turned = [*range(0, count, 2), *range(1, count, 2)] if part.plan.neighbours else [*range(count)]
-        order = [*(latent.own + at for at in turned), *range(latent.own)]
+        self.q_a = matrix(part.matrix(weights, inner["q a"])) if latent.query else None
+        self.q_norm = self._norm(part, weights, inner["q a norm"]) if latent.query else None
+        queries = part.matrix(weights, inner["q b" if latent.query else "q"])
+        # Rotated dimensions go first, and the pairs half of them apart, where `Kernels.rotate` expects them.
+        count = latent.rope
+        rope = [*range(0, count, 2), *range(1, count, 2)] if part.plan.neighbours else [*range(count)]
+        order = [*(latent.nope + at for at in rope), *range(latent.nope)]
         self.q = matrix(_reordered(queries, [head * self.width + at for head in range(heads) for at in order]))
-        short = part.matrix(weights, inner["kv short"])
-        self.kv_short = matrix(_reordered(short, [*(latent.rank + at for at in turned), *range(latent.rank)]))
-        self.kv_norm = self._norm(part, weights, inner["kv short norm"])
-        self.kv = matrix(part.matrix(weights, inner["kv long"]))
+        down = part.matrix(weights, inner["kv a"])
+        self.kv_a = matrix(_reordered(down, [*(latent.rank + at for at in rope), *range(latent.rank)]))
+        self.kv_norm = self._norm(part, weights, inner["kv a norm"])
+        self.kv = matrix(part.matrix(weights, inner["kv b"]))
         self.out = matrix(part.matrix(weights, inner["out"]))
 
     @staticmethod
@@ -155,15 +155,15 @@ class LatentAttention(nn.Module):
     ) -> Tensor:
         """Compute what `Attention` does."""
         linear, latent = self._kernels.linear, self._latent
-        if self.q_short is not None and self.q_norm is not None:
-            q = linear(self.q_norm(linear(x, self.q_short, place.real)), self.q, place.real)
+        if self.q_a is not None and self.q_norm is not None:
+            q = linear(self.q_norm(linear(x, self.q_a, place.real)), self.q, place.real)
         else:
             q = linear(x, self.q, place.real)
         q = q.unflatten(-1, (self._heads, self.width))
-        shared, short = linear(x, self.kv_short, place.real).split((latent.turned, latent.rank), dim=-1)
-        both = linear(self.kv_norm(short), self.kv, place.real)
-        own, v = both.unflatten(-1, (self._heads, -1)).split((latent.own, latent.value), dim=-1)
-        k = torch.cat((shared.unsqueeze(-2).expand(*own.shape[:-1], -1), own), -1)
+        shared, compressed = linear(x, self.kv_a, place.real).split((latent.rope, latent.rank), dim=-1)
+        both = linear(self.kv_norm(compressed), self.kv, place.real)
+        nope, v = both.unflatten(-1, (self._heads, -1)).split((latent.nope, latent.value), dim=-1)
+        k = torch.cat((shared.unsqueeze(-2).expand(*nope.shape[:-1], -1), nope), -1)
         assert rotation is not None, "some dimensions of a head are rotated"
         q, k = self._kernels.rotate(q, rotation), self._kernels.rotate(k, rotation)
         v = nn.functional.pad(v, (0, self.width - latent.value))

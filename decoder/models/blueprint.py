@@ -60,19 +60,19 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class Latent:
-    """Multi-head latent attention (DeepSeek V2, arXiv 2405.04434): keys and values are made of a short vector.
+    """Multi-head latent attention (DeepSeek V2, arXiv 2405.04434): keys and values are made of a latent vector.
 
-    The cache holds the keys and values of every head, not the short vector: every backend and kernel then serves it.
+    The cache holds the keys and values of every head, not the latent vector: every backend and kernel then serves it.
 
-    query, rank  widths of the short vectors of queries (0: queries are made directly) and of keys and values
-    own, turned  dimensions of a head's query and key without rotation, and with it, which all heads' keys share
-    value        dimensions of a head's value, at most ``own + turned``
+    query, rank  widths of the latent vectors of queries (0: queries are made directly) and of keys and values
+    nope, rope   dimensions of a head's query and key without rotation, and with it, which all heads' keys share
+    value        dimensions of a head's value, at most ``nope + rope``
     """
 
     query: int
     rank: int
-    own: int
-    turned: int
+    nope: int
+    rope: int
     value: int
 
 
@@ -131,8 +131,8 @@ class Blueprint:
     latent           multi-head latent attention
     gemma            Gemma 3n's and 4's layers; their values are normalised without weights
     joined           layout of query, key and value in a checkpoint
-    turned           the share of a head's first dimensions that rotary embeddings rotate; 0: none
-    unturned         for each layer: whether its queries and keys are not rotated (SmolLM3); (): all are
+    rotated_share    the share of a head's first dimensions that rotary embeddings rotate; 0: none
+    unrotated        for each layer: whether its queries and keys are not rotated (SmolLM3); (): all are
     neighbours       rotary pairs are dimensions 2i and 2i + 1 (GPT-J), not i and i + half
     backwards        rotary embeddings rotate by the negative angle (nanochat)
     local_rope       layers with a sliding window have separate rope settings (Gemma 3)
@@ -168,8 +168,8 @@ class Blueprint:
     latent: Latent | None = None
     gemma: Gemma | None = None
     joined: Joined = ""
-    turned: float = 1.0
-    unturned: tuple[bool, ...] = ()
+    rotated_share: float = 1.0
+    unrotated: tuple[bool, ...] = ()
     neighbours: bool = False
     backwards: bool = False
     local_rope: bool = False
@@ -201,8 +201,8 @@ class Names:
                 and 4: "inputs", "input projection", "input norm", and "stream" and "unstream" with {s}
     layer       the prefix of layer {i}
     inner       "norm", "mlp norm", "post norm", "post mlp norm", "q", "k", "v" or "qkv", "out", "q norm", "k norm",
-                for latent attention "q" or "q short", "q short norm" and "q long", "kv short", "kv short norm" and "kv
-                long", "gate", "up" (or "gate up", both concatenated by rows), "down"; for experts, with {e}, the last
+                for latent attention "q" or "q a", "q a norm" and "q b", "kv a", "kv a norm" and "kv
+                b", "gate", "up" (or "gate up", both concatenated by rows), "down"; for experts, with {e}, the last
                 three, "router", and "router bias" and "sinks" with their tensors' whole names; for the shared expert,
                 and for the MLP of layers without experts, the same with "shared" or "dense" before; "alpha p" and
                 "alpha n" of "xielu"

@@ -284,7 +284,7 @@ class ModelConfig:
     @property
     def rotated(self) -> int:
         """How many dimensions of a head rotary embeddings turn, from the first on."""
-        return int(self.head_dim * self.blueprint.turned + 1e-6)
+        return int(self.head_dim * self.blueprint.rotated_share + 1e-6)
 
     @classmethod
     def from_pretrained(cls, path: str | os.PathLike[str]) -> ModelConfig:
@@ -488,9 +488,9 @@ def _rope_settings(config: Fields, side: str) -> tuple[Fields, float]:
 def _rope(config: Fields, plan: Blueprint, num_heads: int, *, side: str) -> RopeConfig:
     rope, base = _rope_settings(config, side)
     kind = rope.text("rope_type", rope.text("type", "default"))
-    _refuse_rope(config, rope, kind, whole=plan.turned == 1.0)
+    _refuse_rope(config, rope, kind, whole=plan.rotated_share == 1.0)
     max_positions = config.integer("max_position_embeddings", 2048)
-    pairs = int(_head_dim(config, config.integer("hidden_size"), num_heads) * plan.turned + 1e-6) // 2
+    pairs = int(_head_dim(config, config.integer("hidden_size"), num_heads) * plan.rotated_share + 1e-6) // 2
     # Some checkpoints have this key outside the rope settings; then transformers prefers that value.
     original = config.integer(
         "original_max_position_embeddings", rope.integer("original_max_position_embeddings", max_positions)

@@ -20,7 +20,7 @@ from paceline.decoder.models.family import (
     kinds_of_layers,
     number,
     only_activation,
-    share_turned,
+    share_rotated,
     unturned_layers,
     windows,
 )
@@ -73,7 +73,7 @@ _PHI3 = Family(
     "Phi-3 and Phi-4, text only",
     names=LLAMA_NAMES.but(q="", k="", v="", gate="", up="", qkv="self_attn.qkv_proj", gate_up="mlp.gate_up_proj"),
     plan=Blueprint(joined="rows"),
-    reads={**ACTIVATION, "windows": windows(), "turned": share_turned()},
+    reads={**ACTIVATION, "windows": windows(), "rotated_share": share_rotated()},
     defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "eos_token_id": 32000},
 )
 
@@ -250,7 +250,7 @@ _SMOLLM3 = Family(
         **ACTIVATION,
         **BIASES,
         "mlp_bias": flag("mlp_bias"),
-        "unturned": Key(("no_rope_layers", "no_rope_layer_interval"), unturned_layers),
+        "unrotated": Key(("no_rope_layers", "no_rope_layer_interval"), unturned_layers),
         "windows": windows(lambda config, layer: unturned_layers(config)[layer], when="use_sliding_window"),
     },
     defaults={
@@ -424,7 +424,7 @@ _EXAONE4 = Family(
     reads={
         **ACTIVATION,
         "windows": windows(_all_but_every, names=("sliding_window_pattern",)),
-        "unturned": Key((), _where_all_is_seen),
+        "unrotated": Key((), _where_all_is_seen),
     },
     defaults={"sliding_window": 4096, "rms_norm_eps": 1e-5, "bos_token_id": 0},
 )
@@ -441,7 +441,7 @@ _GLM = Family(
     "GLM 4, first version",
     names=LLAMA_NAMES.but(gate="", up="", gate_up="mlp.gate_up_proj"),
     plan=Blueprint(neighbours=True),
-    reads={**ACTIVATION, "turned": share_turned(0.5), "qkv_bias": flag("attention_bias", True)},
+    reads={**ACTIVATION, "rotated_share": share_rotated(0.5), "qkv_bias": flag("attention_bias", True)},
     defaults=_GLM_DEFAULTS,
 )
 _GLM4 = replace(
@@ -487,7 +487,7 @@ _COHERE2 = replace(
     reads={
         **{name: key for name, key in _COHERE.reads.items() if name != "head_norms"},
         "windows": windows(_all_but_every, names=("sliding_window_pattern",)),
-        "unturned": Key((), _where_no_window_slides),
+        "unrotated": Key((), _where_no_window_slides),
     },
     defaults={**_COHERE.defaults, "rope_theta": 10000.0, "sliding_window": 4096},
     neutral={"use_qk_norm": False, "use_parallel_block": True, "use_gated_activation": True, "rotary_pct": 1.0},

@@ -23,7 +23,7 @@ from paceline.decoder.models.family import (
     gate_up,
     only_activation,
     rows_of,
-    share_turned,
+    share_rotated,
     unturned_layers,
     windows,
 )
@@ -71,7 +71,7 @@ _GLM4_MOE = Family(
     names=_ROUTED_NAMES,
     reads={
         **ACTIVATION,
-        "turned": share_turned(0.5),
+        "rotated_share": share_rotated(0.5),
         "qkv_bias": flag("attention_bias"),
         "head_norms": Key(("use_qk_norm",), lambda config: "head" if config.flag("use_qk_norm", False) else ""),
         "experts": _routed(True, 1),
@@ -121,8 +121,8 @@ def _latent(config: Fields) -> Latent:
     return Latent(
         query=0 if query is None else config.integer("q_lora_rank"),
         rank=config.integer("kv_lora_rank"),
-        own=config.integer("qk_nope_head_dim"),
-        turned=config.integer("qk_rope_head_dim"),
+        nope=config.integer("qk_nope_head_dim"),
+        rope=config.integer("qk_rope_head_dim"),
         value=config.integer("v_head_dim"),
     )
 
@@ -150,12 +150,12 @@ def _in_groups(config: Fields) -> bool:
 
 
 _LATENT_NAMES = _ROUTED_NAMES.but(
-    q_short="self_attn.q_a_proj",
-    q_short_norm="self_attn.q_a_layernorm",
-    q_long="self_attn.q_b_proj",
-    kv_short="self_attn.kv_a_proj_with_mqa",
-    kv_short_norm="self_attn.kv_a_layernorm",
-    kv_long="self_attn.kv_b_proj",
+    q_a="self_attn.q_a_proj",
+    q_a_norm="self_attn.q_a_layernorm",
+    q_b="self_attn.q_b_proj",
+    kv_a="self_attn.kv_a_proj_with_mqa",
+    kv_a_norm="self_attn.kv_a_layernorm",
+    kv_b="self_attn.kv_b_proj",
 )
 _DEEPSEEK_DEFAULTS = {
     "kv_lora_rank": 512,
@@ -176,7 +176,7 @@ _DEEPSEEK_V3 = _LatentFamily(
             ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
             _latent,
         ),
-        "turned": Key((), lambda config: config.integer("qk_rope_head_dim") / config.integer("head_dim")),
+        "rotated_share": Key((), lambda config: config.integer("qk_rope_head_dim") / config.integer("head_dim")),
         "neighbours": flag("rope_interleave", True),
         "query_scale": Key((), _latent_scale),
         "experts": _routed(True, 3),
@@ -284,12 +284,12 @@ _MINIMAX_M2 = Family(
     plan=Blueprint(head_norms="whole"),
     reads={
         **ACTIVATION,
-        "turned": Key(
+        "rotated_share": Key(
             ("rotary_dim",),
             lambda config: (
                 config.integer("rotary_dim") / config.integer("head_dim")
                 if "rotary_dim" in config.values
-                else share_turned().value(config)
+                else share_rotated().value(config)
             ),
         ),
         "experts": Key(
@@ -355,8 +355,8 @@ _GPT_OSS = Family(
     renamed={"num_experts": "num_local_experts"},
     neutral={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
     fused=(
-        Fused("mlp.experts.gate_up_proj", lambda _: {"gate": 1, "up": 1}, turned=True),
-        Fused("mlp.experts.down_proj", rows_of("down"), turned=True),
+        Fused("mlp.experts.gate_up_proj", lambda _: {"gate": 1, "up": 1}, rotated_share=True),
+        Fused("mlp.experts.down_proj", rows_of("down"), rotated_share=True),
     ),
 )
 
@@ -432,14 +432,14 @@ _PHIMOE = _PhiMoe(
 
 def _chunks(config: Fields) -> tuple[int, ...]:
     """Return the chunk of each layer, 0 for none: ``layer_types`` lists them; else layers that rotate have one."""
-    kinds, unturned = config.values.get("layer_types"), unturned_layers(config)
+    kinds, unrotated = config.values.get("layer_types"), unturned_layers(config)
     if config.values.get("attention_chunk_size") is None:
         return ()
     if kinds is None:
-        kinds = ["full_attention" if one else "chunked_attention" for one in unturned]
-    if not isinstance(kinds, list) or len(kinds) != len(unturned):
+        kinds = ["full_attention" if one else "chunked_attention" for one in unrotated]
+    if not isinstance(kinds, list) or len(kinds) != len(unrotated):
         raise CheckpointError(
-            f"{config.where}: layer_types: expected a list of {len(unturned)} layer types, got another value; correct "
+            f"{config.where}: layer_types: expected a list of {len(unrotated)} layer types, got another value; correct "
             "the file"
         )
     if not set(kinds) <= {"full_attention", "chunked_attention"}:
@@ -494,7 +494,7 @@ _LLAMA4 = _Llama4(
     reads={
         **ACTIVATION,
         **BIASES,
-        "unturned": Key(("no_rope_layers", "no_rope_layer_interval"), unturned_layers),
+        "unrotated": Key(("no_rope_layers", "no_rope_layer_interval"), unturned_layers),
         "chunks": Key(("layer_types", "attention_chunk_size"), _chunks),
         "head_norms": Key(("use_qk_norm",), lambda config: "bare" if config.flag("use_qk_norm", True) else ""),
         "sharper": Key(
@@ -524,8 +524,8 @@ _LLAMA4 = _Llama4(
     renamed={"num_experts": "num_local_experts"},
     neutral={"num_experts_per_tok": 1},
     fused=(
-        Fused("feed_forward.experts.gate_up_proj", gate_up, turned=True),
-        Fused("feed_forward.experts.down_proj", rows_of("down"), turned=True),
+        Fused("feed_forward.experts.gate_up_proj", gate_up, rotated_share=True),
+        Fused("feed_forward.experts.down_proj", rows_of("down"), rotated_share=True),
     ),
 )  # fmt: skip
 

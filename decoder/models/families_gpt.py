@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from paceline.core.errors import CheckpointError, UnknownArchitectureError
 from paceline.decoder.json_fields import Fields
 from paceline.decoder.models.blueprint import LLAMA_NAMES, Blueprint, Names
-from paceline.decoder.models.family import Family, Fused, Key, activation, flag, rows_of, share_turned, windows
+from paceline.decoder.models.family import Family, Fused, Key, activation, flag, rows_of, share_rotated, windows
 
 if TYPE_CHECKING:
     from paceline.decoder.models.config import ModelConfig
@@ -53,7 +53,9 @@ _GPT2 = Family(
         },
         transposed=True,
     ),
-    plan=Blueprint(norm="layer", gated=False, joined="rows", turned=0.0, qkv_bias=True, out_bias=True, mlp_bias=True),
+    plan=Blueprint(
+        norm="layer", gated=False, joined="rows", rotated_share=0.0, qkv_bias=True, out_bias=True, mlp_bias=True
+    ),
     reads={**_GPT_ACTIVATION, "learned": Key((), lambda config: config.integer("max_position_embeddings"))},
     defaults={**_GPT_DEFAULTS, "tie_word_embeddings": True},
     renamed=_GPT_NAMES,
@@ -114,7 +116,7 @@ _GPT_NEO = Family(
             "down": "mlp.c_proj",
         },
     ),
-    plan=Blueprint(norm="layer", gated=False, turned=0.0, query_scale=1.0, out_bias=True, mlp_bias=True),
+    plan=Blueprint(norm="layer", gated=False, rotated_share=0.0, query_scale=1.0, out_bias=True, mlp_bias=True),
     reads={**_GPT2.reads, "windows": Key(("attention_types", "window_size"), _local)},
     defaults=_GPT2.defaults,
     renamed={
@@ -147,7 +149,7 @@ _GPTJ = Family(
     ),
     reads={
         **_GPT_ACTIVATION,
-        "turned": Key(
+        "rotated_share": Key(
             ("rotary_dim",),
             lambda config: (
                 config.integer("rotary_dim", 64) * config.integer("num_attention_heads") / config.integer("hidden_size")
@@ -271,7 +273,7 @@ _GPT_NEOX = Family(
     reads={
         "activation": activation(default="gelu"),
         "parallel": flag("use_parallel_residual", True),
-        "turned": share_turned(0.25),
+        "rotated_share": share_rotated(0.25),
         "qkv_bias": flag("attention_bias", True),
         "out_bias": flag("attention_bias", True),
     },
@@ -311,7 +313,7 @@ _OPT = Family(
             "down": "fc2",
         },
     ),
-    plan=Blueprint(norm="layer", gated=False, turned=0.0, learned_from=_OPT_FIRST),
+    plan=Blueprint(norm="layer", gated=False, rotated_share=0.0, learned_from=_OPT_FIRST),
     reads={
         "activation": activation("activation_function", "relu"),
         "learned": Key((), lambda config: config.integer("max_position_embeddings", 2048) + _OPT_FIRST),
@@ -347,7 +349,7 @@ _BLOOM = Family(
         },
     ),
     plan=Blueprint(
-        norm="layer", activation="gelu tanh", gated=False, joined="heads", turned=0.0, alibi="bloom",
+        norm="layer", activation="gelu tanh", gated=False, joined="heads", rotated_share=0.0, alibi="bloom",
         embedding_norm=True,
         qkv_bias=True, out_bias=True, mlp_bias=True,
     ),
@@ -393,7 +395,7 @@ _MPT = Family(
         },
     ),
     plan=Blueprint(
-        norm="layer", norm_bias=False, activation="gelu", gated=False, joined="rows", turned=0.0, alibi="mpt"
+        norm="layer", norm_bias=False, activation="gelu", gated=False, joined="rows", rotated_share=0.0, alibi="mpt"
     ),
     reads={
         "query_scale": Key(("attn_config",), lambda config: _attention_of_mpt(config, "softmax_scale")),
@@ -461,7 +463,7 @@ _PHI = Family(
         mlp_bias=True,
         head_bias=True,
     ),
-    reads={"activation": activation(default="gelu_new"), "turned": share_turned(0.5)},
+    reads={"activation": activation(default="gelu_new"), "rotated_share": share_rotated(0.5)},
     defaults={"rms_norm_eps": 1e-5},
     renamed={"layer_norm_eps": "rms_norm_eps"},
     neutral={"qk_layernorm": False},
@@ -492,7 +494,7 @@ _STABLELM = Family(
     plan=Blueprint(norm="layer"),
     reads={
         "activation": activation(),
-        "turned": share_turned(0.25),
+        "rotated_share": share_rotated(0.25),
         "qkv_bias": flag("use_qkv_bias"),
         "parallel": flag("use_parallel_residual"),
         "shared_norm": flag("use_parallel_residual"),
@@ -509,7 +511,7 @@ _NEMOTRON = Family(
     plan=Blueprint(norm="layer plus one", gated=False),
     reads={
         "activation": activation(default="relu2"),
-        "turned": share_turned(0.5),
+        "rotated_share": share_rotated(0.5),
         "qkv_bias": flag("attention_bias"),
         "out_bias": flag("attention_bias"),
         "mlp_bias": flag("mlp_bias"),
@@ -537,7 +539,7 @@ _PERSIMMON = Family(
     plan=Blueprint(norm="layer", gated=False, joined="heads", qkv_bias=True, out_bias=True, mlp_bias=True),
     reads={
         "activation": activation(default="relu2"),
-        "turned": share_turned(0.5),
+        "rotated_share": share_rotated(0.5),
         "head_norms": Key(("qk_layernorm",), lambda config: "head" if config.flag("qk_layernorm", True) else ""),
     },
     defaults={"max_position_embeddings": 16384, "rms_norm_eps": 1e-5},

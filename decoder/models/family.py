@@ -89,7 +89,7 @@ def only_activation(said: str, made: Activation) -> Key:
     return Key((), value)
 
 
-def share_turned(default: float = 1.0) -> Key:
+def share_rotated(default: float = 1.0) -> Key:
     """Return the rotated share of a head: ``partial_rotary_factor``, of the file or of its rope settings."""
 
     def value(config: Fields) -> float:
@@ -184,12 +184,12 @@ class Fused:
 
     name     without its ending, after the prefix of the layer
     parts    the rows of each part, which repeat until the end of the tensor
-    turned   matrices are [E, columns, rows]
+    rotated_share   matrices are [E, columns, rows]
     """
 
     name: str
     parts: Callable[[ModelConfig], Mapping[str, int]]
-    turned: bool = False
+    rotated_share: bool = False
 
 
 def gate_up(config: ModelConfig) -> dict[str, int]:
@@ -340,9 +340,9 @@ class Family:
         """Every tensor of one layer, by its name; its ``index`` decides where layers differ. ``dense``: it has one MLP
         in place of experts.
         """
-        plan, hidden, turned = config.blueprint, config.hidden_size, self.names.transposed
+        plan, hidden, transposed = config.blueprint, config.hidden_size, self.names.transposed
         inner = {part: prefix + name for part, name in self.names.inner.items()}
-        specs = _latent(config, inner) if plan.latent else attention_tensors(config, inner, transposed=turned)
+        specs = _latent(config, inner) if plan.latent else attention_tensors(config, inner, transposed=transposed)
         if plan.norms != "after":
             specs = _norm(inner["norm"], hidden, plan) | specs
         if plan.norms != "before":
@@ -352,7 +352,7 @@ class Family:
         mixture = plan.experts
         if mixture is None or dense:
             one = inner if mixture is None else parts(inner, "dense")
-            specs |= mlp_tensors(config.intermediate_size, config, one, transposed=turned)
+            specs |= mlp_tensors(config.intermediate_size, config, one, transposed=transposed)
         else:
             specs[f"{inner['router']}.weight"] = TensorSpec((mixture.count, hidden))
             if mixture.router_bias:
@@ -362,11 +362,11 @@ class Family:
                 specs[inner["router bias"]] = TensorSpec(sizes, exact=True)
             for expert in range(mixture.count):
                 one = {part: name.format(e=expert) for part, name in inner.items()}
-                specs |= mlp_tensors(mixture.width or config.intermediate_size, config, one, transposed=turned)
+                specs |= mlp_tensors(mixture.width or config.intermediate_size, config, one, transposed=transposed)
             if mixture.shared:
                 if mixture.shared_weighted:
                     specs[f"{inner['shared router']}.weight"] = TensorSpec((1, hidden))
-                specs |= mlp_tensors(mixture.shared, config, parts(inner, "shared"), transposed=turned)
+                specs |= mlp_tensors(mixture.shared, config, parts(inner, "shared"), transposed=transposed)
         if plan.norms != "before":
             specs |= _norm(inner["post mlp norm"], hidden, plan)
         return specs
@@ -411,17 +411,17 @@ def attention_tensors(
 def _latent(config: ModelConfig, inner: Mapping[str, str]) -> dict[str, TensorSpec]:
     latent, hidden, heads = config.blueprint.latent, config.hidden_size, config.num_heads
     assert latent is not None
-    width = latent.own + latent.turned
+    width = latent.nope + latent.rope
     specs: dict[str, TensorSpec] = {}
     if latent.query:
-        specs[f"{inner['q short']}.weight"] = TensorSpec((latent.query, hidden))
-        specs[f"{inner['q short norm']}.weight"] = TensorSpec((latent.query,))
-    queries = inner["q long" if latent.query else "q"]
+        specs[f"{inner['q a']}.weight"] = TensorSpec((latent.query, hidden))
+        specs[f"{inner['q a norm']}.weight"] = TensorSpec((latent.query,))
+    queries = inner["q b" if latent.query else "q"]
     specs[f"{queries}.weight"] = TensorSpec((heads * width, latent.query or hidden), Split.QUERY_ROWS)
-    specs[f"{inner['kv short']}.weight"] = TensorSpec((latent.rank + latent.turned, hidden))
-    specs[f"{inner['kv short norm']}.weight"] = TensorSpec((latent.rank,))
-    rows = heads * (latent.own + latent.value)  # there are as many key heads as query heads
-    specs[f"{inner['kv long']}.weight"] = TensorSpec((rows, latent.rank), Split.QUERY_ROWS)
+    specs[f"{inner['kv a']}.weight"] = TensorSpec((latent.rank + latent.rope, hidden))
+    specs[f"{inner['kv a norm']}.weight"] = TensorSpec((latent.rank,))
+    rows = heads * (latent.nope + latent.value)  # there are as many key heads as query heads
+    specs[f"{inner['kv b']}.weight"] = TensorSpec((rows, latent.rank), Split.QUERY_ROWS)
     specs[f"{inner['out']}.weight"] = TensorSpec((hidden, heads * latent.value), Split.QUERY_COLUMNS)
     return specs
 

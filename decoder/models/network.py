@@ -44,7 +44,7 @@ class DecoderModel(nn.Module):
         self.learned = frozen(weights.pop(f"{outer['positions']}.weight")) if plan.learned else None
         self.head_bias = frozen(weights.pop(f"{outer['head']}.bias")) if plan.head_bias else None
         for name, rope in (("", config.rope), ("local_", config.local_rope)):
-            if rope is not None and plan.turned:
+            if rope is not None and plan.rotated_share:
                 slides = [index for index, window in enumerate(plan.windows) if bool(window) is bool(name)]
                 rotated = config.of_layer(slides[0] if slides else 0).rotated
                 for side, table in zip(("cos", "sin"), rope_tables(rope, rotated, positions), strict=True):
@@ -95,14 +95,14 @@ class DecoderModel(nn.Module):
     def _rotations(self, at: Tensor) -> list[Rotation | None]:
         """Return the rotations of positions [b, T] int32, for each layer."""
         plan, count = self.plan, len(self.layers)
-        if not plan.turned:
+        if not plan.rotated_share:
             return [None] * count
-        turned = partial(rotation_at, at, kernels=self._kernels)
-        default = local = turned(self.get_buffer("cos"), self.get_buffer("sin"))
+        rotated_by = partial(rotation_at, at, kernels=self._kernels)
+        default = local = rotated_by(self.get_buffer("cos"), self.get_buffer("sin"))
         if plan.local_rope:
-            local = turned(self.get_buffer("local_cos"), self.get_buffer("local_sin"))
+            local = rotated_by(self.get_buffer("local_cos"), self.get_buffer("local_sin"))
         sides = [local if window else default for window in plan.windows or [0] * count]
-        return [None if plan.unturned and plan.unturned[index] else side for index, side in enumerate(sides)]
+        return [None if plan.unrotated and plan.unrotated[index] else side for index, side in enumerate(sides)]
 
     def logits(self, hidden: Tensor, count: Tensor | None = None) -> Tensor:
         """hidden [b, T, H] -> [b, T, n] float32, of this rank's ids; for the first ``count`` [b] rows of every batch

@@ -54,8 +54,10 @@ def _frequencies(config: RopeConfig, head_dim: int) -> Tensor:
     if config.type in ("default", "dynamic"):
         return 1.0 / wavelengths
     if config.type == "proportional":
-        turned = int(config.share * head_dim // 2)
-        return torch.cat((1.0 / wavelengths[:turned], torch.zeros(head_dim // 2 - turned))) / (config.factor or 1.0)
+        rotated_share = int(config.share * head_dim // 2)
+        return torch.cat((1.0 / wavelengths[:rotated_share], torch.zeros(head_dim // 2 - rotated_share))) / (
+            config.factor or 1.0
+        )
     if config.type == "linear":
         return 1.0 / wavelengths / _factor(config)
     if config.type == "llama3":

@@ -1,4 +1,4 @@
-"""Models, drafters and rules with a fault each, for `paceline verify` to find; no tests in here.
+"""Models, drafters and rules with a fault each, for `paceline verify` to find; no tests.
 
 Models are tables of eight tokens, so that a whole test takes a second or so.
 """
@@ -138,7 +138,7 @@ class SharedNoise(_Redrawn):
 
 
 class BranchedGuess(Drafter):
-    """A tree whose likelier half is behind its other one, so that an accepted path is not consecutive."""
+    """A tree whose more probable half comes second, so that an accepted path is not consecutive."""
 
     draft_shape = DraftShape(4, 2, parents=(-1, -1, 0, 1))
 

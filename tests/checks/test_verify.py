@@ -108,7 +108,7 @@ def test_a_drafters_wrong_cache_is_found(workshop: Workshop, monkeypatch: pytest
     assert not report_of(target, "ngram", "self-draft").passed  # type: ignore[arg-type]
 
 
-def test_a_drafter_that_remembers_other_texts_is_noted() -> None:
+def test_a_drafter_that_keeps_other_requests_is_noted() -> None:
     calls = []
 
     def moody(text: list[int]) -> list[int]:
@@ -119,7 +119,7 @@ def test_a_drafter_that_remembers_other_texts_is_noted() -> None:
     assert finding.status == "note" and "learns from texts" in finding.seen
 
 
-def test_what_is_right_passes(workshop: Workshop) -> None:
+def test_correct_drafters_pass(workshop: Workshop) -> None:
     draft, target = workshop.pair(slots=1)
     tests = [name for name in TESTS if name not in ("first-tokens", "along-texts")]
     settings = VerifySettings(minutes=1e-6, only=tests, max_new_tokens=24, prompts=[[5, 9, 5, 9, 5], [17, 3]])
@@ -132,7 +132,7 @@ def test_what_is_right_passes(workshop: Workshop) -> None:
 
 
 @pytest.mark.parametrize("acceptor", ["reject", "typical"])
-def test_a_rule_is_held_to_what_it_promises(acceptor: str) -> None:
+def test_a_rule_is_tested_for_what_it_declares(acceptor: str) -> None:
     target, draft = faults.target(slots=MANY), faults.model(slots=MANY, drawn=acceptor == "reject")
     tests = ("greedy", "sampled", "neighbours", "repeats", "first-tokens", "along-texts")
     report = report_of(target, draft, *tests, acceptor=acceptor)
@@ -144,7 +144,7 @@ def test_a_rule_is_held_to_what_it_promises(acceptor: str) -> None:
     assert "LOSSY" in str(report) or acceptor != "typical"
 
 
-def test_the_power_that_is_said_is_that_of_the_tests() -> None:
+def test_the_reported_power_is_that_of_the_tests() -> None:
     for p, counts in ((0.5, [10, 20, 30]), (0.9, [19, 21, 20])):
         expected = [20.0, 20.0, 20.0]
         assert chi_square(counts, expected) == pytest.approx(stats.chisquare(counts, expected).pvalue), p
@@ -163,14 +163,14 @@ def test_the_power_that_is_said_is_that_of_the_tests() -> None:
     assert detected_share(100) == pytest.approx(1 - 0.05 ** (1 / 100))
 
 
-def test_the_reference_of_first_tokens_is_the_table() -> None:
+def test_the_first_token_reference_is_the_table() -> None:
     distribution = verify_distribution.joint_distribution(faults.target(), [2, 5], Sampling(temperature=1.0))
     table = joint(faults.TARGET, 2, 5)
     assert len(distribution) == faults.V**3
     assert all(abs(table[key] - probability) < 1e-6 for key, probability in distribution.items())
 
 
-def test_the_command(workshop: Workshop) -> None:
+def test_verify_command_reports_findings(workshop: Workshop) -> None:
     target, draft = workshop.checkpoint(), workshop.checkpoint("draft")
     asked = ["--target", str(target), "--draft", str(draft), "--backend", "eager", "--amp", "f32"]
     asked += ["--max-minutes", "1e-6"]
@@ -184,7 +184,7 @@ def test_the_command(workshop: Workshop) -> None:
     assert refused.exit_code == 2 and "--only: expected greedy" in refused.stderr
 
 
-def test_bad_settings_are_refused() -> None:
+def test_invalid_settings_are_rejected() -> None:
     for wrong, message in (
         ({"minutes": 0}, "minutes: expected"),
         ({"only": ["x"]}, "--only: expected"),

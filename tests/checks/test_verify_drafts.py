@@ -1,4 +1,4 @@
-"""`paceline verify` through heads and drafts of another process: it promises there what it promises of models."""
+"""`paceline verify` with heads and drafts in another process: it checks the same promises as for models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.decoder.tiny import Workshop
 
 
 @pytest.mark.parametrize("name", ["EAGLE 3 chain", "EAGLE 3 static tree", "Medusa chain", "remote"])
-def test_heads_and_remote_drafts(name: str, workshop: Workshop, tmp_path: Path) -> None:
+def test_heads_and_remote_drafts_pass_verify(name: str, workshop: Workshop, tmp_path: Path) -> None:
     with ExitStack() as stack:
         home = Home(workshop, tmp_path, stack, 2)
         drafter = ROWS[name].make(home, ROWS[name].depths[-1]).drafter

@@ -25,7 +25,7 @@ def last(done: Result) -> dict[str, object]:
 
 
 def terminated(*arguments: object) -> Result:
-    """Of a training that gets SIGTERM when its first step is reported."""
+    """Run a training that gets SIGTERM when its first step is reported."""
     reach = Bar.reach
 
     def told(bar: Bar, done: int, total: int, what: str = "") -> None:

@@ -53,7 +53,7 @@ def selftest(*options: object) -> tuple[int, str, str]:
     return done.exit_code, done.stdout, done.stderr
 
 
-def test_what_differs_is_counted_and_a_broken_promise_fails(
+def test_differing_logits_are_counted_and_a_broken_promise_fails(
     workshop: Workshop, promising: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batch_invariance.steps, "window", nudged)
@@ -78,9 +78,7 @@ def test_what_differs_is_counted_and_a_broken_promise_fails(
         assert one["largest"] == pytest.approx(64.0 if wrong else 0.0, abs=0.01)
 
 
-def test_the_table_has_every_series_and_those_that_are_missing(
-    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_table_lists_every_series_and_the_missing_ones(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     only = {name: registry.BACKENDS[name] for name in ("eager", "neuron")}
     monkeypatch.setattr(batch_invariance, "BACKENDS", only)
     code, out, err = selftest("--target", workshop.checkpoint(), "--rows", 2)
@@ -91,7 +89,7 @@ def test_the_table_has_every_series_and_those_that_are_missing(
     assert "eager, f32: ok" in err
 
 
-def test_a_series_that_raises_is_reported_and_has_failed(
+def test_a_series_that_raises_is_reported_as_failed(
     workshop: Workshop, promising: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def burning(*_given: object) -> Tensor:
@@ -110,17 +108,17 @@ def test_a_series_that_raises_is_reported_and_has_failed(
         (["--backend", "cuda"], "got 'cuda'"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_before_anything_runs(options: list[str], message: str) -> None:
+def test_invalid_arguments_are_rejected_before_anything_runs(options: list[str], message: str) -> None:
     code, out, err = selftest(*options)
     assert (code, out) == (2, "") and message in " ".join(err.split())
 
 
-def test_its_options_are_refused_without_it(tmp_path: Path) -> None:
+def test_batch_invariance_options_need_the_batch_invariance_flag(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["selftest", "--target", str(tmp_path)])
     assert done.exit_code == 2 and "--target: expected --batch-invariance with it" in done.stderr
 
 
-def test_the_other_selftest_has_json_too() -> None:
+def test_selftest_prints_json() -> None:
     done = CliRunner().invoke(app, ["selftest", "--backend", "eager", "--json"])
     found = json.loads(done.stdout)
     assert done.exit_code == 0 and found["passed"] and found["backend"] == "eager"

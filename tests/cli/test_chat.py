@@ -38,7 +38,7 @@ def chatty(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def talk(folder: Path, *lines: str, options: tuple[object, ...] = ()) -> tuple[list[str], str]:
-    """What a conversation writes: the answers, and everything else."""
+    """Output of a conversation: the answers, and everything else."""
     arguments = ["chat", "--target", str(folder), *map(str, (*SHORT, *options))]
     done = CliRunner().invoke(app, arguments, input="".join(f"{line}\n" for line in lines))
     assert done.exit_code == 0, done.stderr
@@ -46,7 +46,7 @@ def talk(folder: Path, *lines: str, options: tuple[object, ...] = ()) -> tuple[l
 
 
 def answer(folder: Path, text: str, *options: object) -> str:
-    """What `generate` makes of a text that has its template already."""
+    """Result of `generate` for a text with its template applied."""
     made = last(call("generate", "--target", folder, *SHORT, "--json", *options, "--prompt", text))
     return str(made["text"]).strip()
 
@@ -66,7 +66,7 @@ def test_answers_are_remembered_until_reset(chatty: Path) -> None:
     assert talk(chatty, "w5", "w6", "/reset", "w6")[0] == [first, second, alone]
 
 
-def test_the_mode_changes_no_token_and_the_seed_does(chatty: Path) -> None:
+def test_tokens_depend_on_the_seed_and_not_on_the_mode(chatty: Path) -> None:
     hot = ("--temperature", 1.0)
     lines = ("w5", "/reset", "/draft ngram", "w5", "/stats", "/reset", "/mode plain", "w5", "/reset", "/seed 9", "w5")
     answers, rest = talk(chatty, *lines, options=hot)
@@ -85,7 +85,7 @@ def test_a_question_may_have_several_lines(chatty: Path) -> None:
     ]
 
 
-def test_a_conversation_is_saved_and_goes_on(chatty: Path, tmp_path: Path) -> None:
+def test_a_saved_conversation_resumes(chatty: Path, tmp_path: Path) -> None:
     file, wrong = tmp_path / "talk.json", tmp_path / "wrong.json"
     both = talk(chatty, "/system w7", "w5", f"/save {file}", "w6")[0]
     said = json.loads(file.read_text())
@@ -117,7 +117,7 @@ def test_a_drafter_of_a_choice_is_taken_from_it(chatty: Path, monkeypatch: pytes
     assert answers == [answer(chatty, "w1 w5 w2")] * 2 and "error" not in rest and rest.count("the same") == 3
 
 
-def test_the_history_is_a_file_for_its_owner(tmp_path: Path) -> None:
+def test_the_history_file_is_readable_by_its_owner_only(tmp_path: Path) -> None:
     readline = pytest.importorskip("readline")
     file = tmp_path / "new" / "history"
     readline.clear_history()
@@ -138,7 +138,7 @@ def test_a_system_message_comes_first(chatty: Path) -> None:
     assert talk(chatty, "/system w7", "w5")[0] == [expected]
 
 
-def test_what_is_wrong_is_said_and_the_conversation_goes_on(chatty: Path) -> None:
+def test_errors_are_shown_and_the_conversation_continues(chatty: Path) -> None:
     answers, rest = talk(chatty, "/mode nobody", " ".join(["w3"] * 200), "/what", "", "w5", "/quit", "w6")
     assert answers == [answer(chatty, "w1 w5 w2")]
     assert "nobody" in rest
@@ -166,15 +166,15 @@ def test_ctrl_c_stops_an_answer_and_keeps_the_conversation(chatty: Path, monkeyp
     assert answers[1] == answer(chatty, f"w1 w5 w1 {' '.join(said)} w1 w6 w2")
 
 
-def test_a_mode_takes_what_means_something_to_it(chatty: Path) -> None:
-    """Options of draft models go with folders alone, and those of drafts with none where nothing is drafted."""
+def test_a_mode_accepts_only_its_options(chatty: Path) -> None:
+    """Options of draft models work with folders only, and those of drafts with none if nothing is drafted."""
     options = ("--draft", chatty, "--vocabulary", "intersection", "--confidence-threshold", 0.1, "--k", 2)
     lines = ("w5", "/reset", "/mode ngram", "w5", "/reset", "/mode plain", "w5", "/reset", f"/mode {chatty}:k=3", "w5")
     answers, rest = talk(chatty, *lines, options=options)
     assert answers == [answer(chatty, "w1 w5 w2")] * 4 and "error" not in rest
 
 
-def test_a_lossy_rule_says_so_and_an_error_is_shown(chatty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lossy_rule_is_labelled_and_an_error_is_shown(chatty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rest = talk(chatty, "w5", options=("--draft", chatty, "--acceptor", "typical"))[1]
     assert "LOSSY" in rest
     failing = iter([RequestOutput(0, (), 0, "error", error=RequestError("that went wrong"))])
@@ -204,13 +204,13 @@ def test_ctrl_c_while_a_mode_is_loaded_keeps_the_conversation(chatty: Path, monk
     assert "stopped" in rest and answers == [answer(chatty, "w1 w5 w2")]
 
 
-def test_without_a_template_it_is_refused(target: Path) -> None:
+def test_chat_without_a_template_is_rejected(target: Path) -> None:
     done = call("generate", "--target", target, *SHORT, "--chat", "--prompt", "w5")
     assert done.exit_code == 2
     assert "expected a model with a chat template, got one without" in done.stderr
 
 
-def test_the_oldest_turns_make_room(chatty: Path) -> None:
+def test_the_oldest_turns_are_dropped_if_the_context_is_full(chatty: Path) -> None:
     tokenizer = load_tokenizer(chatty)
     talk_ = Conversation(tokenizer, room=12)
     assert talk_.ask("w5 w5")[1] == 0

@@ -89,7 +89,7 @@ def test_options_of_drafting_keep_the_tokens(home: Path, hot: list[int], draftin
     assert set(lengths) <= depths and bool(lengths) == bool(depths)
 
 
-def test_models_divided_over_ranks_keep_the_tokens(home: Path, hot: list[int]) -> None:
+def test_tensor_parallel_models_keep_the_tokens(home: Path, hot: list[int]) -> None:
     divided = ("--tp-degree", 2, "--group-query-attention", "all-gather-heads", "--draft", home / "draft")
     assert answer(home, "--temperature", 0.9, *divided)["tokens"] == hot
 
@@ -117,7 +117,7 @@ def test_text_goes_to_stdout_and_nothing_else(home: Path) -> None:
     assert "rounds at each draft length" in done.stderr and "0: " in done.stderr
 
 
-def test_a_prompt_may_come_from_a_file(home: Path, tmp_path: Path) -> None:
+def test_a_prompt_is_read_from_a_file(home: Path, tmp_path: Path) -> None:
     (tmp_path / "prompt").write_text(PROMPT + "\n")
     found = call(
         "generate", "--json", "--target", home / "target", "--prompt-file", tmp_path / "prompt", *EAGER,
@@ -126,7 +126,7 @@ def test_a_prompt_may_come_from_a_file(home: Path, tmp_path: Path) -> None:
     assert json.loads(found.stdout)["tokens"] == answer(home)["tokens"]
 
 
-def test_stop_strings(home: Path) -> None:
+def test_stop_strings_end_the_text(home: Path) -> None:
     tokens = answer(home)["tokens"]
     assert isinstance(tokens, list)
     tokenizer = load_tokenizer(home / "target")
@@ -138,7 +138,7 @@ def test_stop_strings(home: Path) -> None:
     assert answer(home, "--stop", text[2:4])["text"] == text[: text.index(text[2:4])], "as an answer over HTTP"
 
 
-def test_folders_without_a_model_or_a_tokenizer(home: Path, tmp_path: Path) -> None:
+def test_folders_without_a_model_or_a_tokenizer_are_rejected(home: Path, tmp_path: Path) -> None:
     for name in ("config.json", "model.safetensors"):
         done = call("generate", "--target", tmp_path, "--prompt", PROMPT, *EAGER)
         assert done.exit_code == 2 and str(tmp_path) in done.stderr
@@ -159,9 +159,7 @@ def test_compile_says_that_eager_compiles_nothing(home: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("drafting", [[], ["--draft", "ngram"], ["--draft", "draft"]], ids=["plain", "n-gram", "model"])
-def test_graphs_are_made_first_where_a_backend_makes_some(
-    home: Path, monkeypatch: pytest.MonkeyPatch, drafting: list[str]
-) -> None:
+def test_graphs_are_built_before_generation(home: Path, monkeypatch: pytest.MonkeyPatch, drafting: list[str]) -> None:
     """The backend is eager under another name, in a row that says that it compiles."""
     monkeypatch.setitem(BACKENDS, "other", replace(BACKENDS["eager"], compiles=True))
     options = ["--backend", "other", *(home / "draft" if one == "draft" else one for one in drafting)]
@@ -174,13 +172,15 @@ def test_graphs_are_made_first_where_a_backend_makes_some(
         assert made.exit_code == 0 and "verify" in made.stdout, made.stderr
 
 
-def test_a_request_is_refused_before_anything_is_compiled(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_request_is_rejected_before_anything_is_compiled(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(BACKENDS, "other", replace(BACKENDS["eager"], compiles=True))
     done = generate(home, "--backend", "other", "--max-new-tokens", 0)
     assert done.exit_code == 2 and "max_new_tokens" in done.stderr and "preparing graphs" not in done.stderr
 
 
-def test_prompts_of_json_lines_are_those_that_were_written(tmp_path: Path) -> None:
+def test_json_lines_prompts_are_read_as_written(tmp_path: Path) -> None:
     """JSON leaves the line ends of Unicode as they are, and only that of a file parts its lines."""
     file = tmp_path / "prompts.jsonl"
     texts = ["a\u2028b\u0085c", "d\n e", "na\u00efve"]
@@ -189,15 +189,15 @@ def test_prompts_of_json_lines_are_those_that_were_written(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("line", ['{"prompt": null}', '{"prompt": 5}', '{"prompt": ["a"]}', '["prompt"]', "{", "{}"])
-def test_lines_without_a_text_are_refused(tmp_path: Path, line: str) -> None:
+def test_json_lines_without_text_are_rejected(tmp_path: Path, line: str) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text(f'{{"prompt": "a"}}\n{line}\n')
     with pytest.raises(PromptError, match="expected JSON lines"):
         read_prompts(file)
 
 
-def test_what_is_no_text_is_refused_by_name(home: Path, tmp_path: Path) -> None:
-    """A shell hands on bytes that are no UTF-8 as halves of surrogate pairs, which no tokenizer takes."""
+def test_prompts_with_lone_surrogates_are_rejected(home: Path, tmp_path: Path) -> None:
+    """A shell passes bytes that are not UTF-8 as lone surrogates, which no tokenizer takes."""
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "a\\ud800"}\n')
     with pytest.raises(PromptError, match="half a surrogate pair"):
@@ -221,7 +221,7 @@ def test_bench_compares_drafters(home: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lines", "count"), [("", 6), ('{"prompt": "a"}', 0), ('{"prompt": "a"}\n{"prompt": "b"}', -1)]
 )
-def test_bench_without_prompts_is_refused(home: Path, tmp_path: Path, lines: str, count: int) -> None:
+def test_bench_without_prompts_is_rejected(home: Path, tmp_path: Path, lines: str, count: int) -> None:
     (tmp_path / "prompts.jsonl").write_text(lines)
     given = ["--target", home / "target", "--draft", home / "draft", "--prompts", tmp_path / "prompts.jsonl"]
     done = call("bench", *given, "--num-prompts", count)
@@ -237,16 +237,16 @@ def test_bench_names_the_prompt_that_is_empty(home: Path, tmp_path: Path) -> Non
     assert done.exit_code == 2 and "prompt 2: expected text" in done.stderr
 
 
-def test_the_mark_before_utf_8_is_no_part_of_a_prompt(tmp_path: Path) -> None:
+def test_a_utf_8_byte_order_mark_is_not_part_of_a_prompt(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"\xef\xbb\xbf" + b'{"prompt": "a"}\r\n')
     assert read_prompts(tmp_path / "file") == ["a"]
 
 
-def test_version() -> None:
+def test_version_is_printed() -> None:
     assert call("--version").stdout == f"{paceline.__version__}\n"
 
 
-def test_pieces_of_text_add_up_and_hold_back_unfinished_characters(home: Path) -> None:
+def test_streamed_text_adds_up_and_holds_back_partial_characters(home: Path) -> None:
     tokenizer = load_tokenizer(home / "target")
     text = " def na\u00efve(\u65e5\u672c): return '\U0001f642'"
     tokens = tokenizer.encode(text)

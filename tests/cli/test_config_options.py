@@ -22,7 +22,7 @@ class Sizes:
     width: int
     name: str = "x"
     folder: Path | None = None
-    wide: bool = field(default=True, metadata={"help": "As wide as can be."})
+    wide: bool = field(default=True, metadata={"help": "Whether the output is wide."})
     parts: tuple[int, ...] = (1, 2)
     often: Annotated[int, typer.Option("--times", help="Repeats.")] = 1
 
@@ -52,7 +52,7 @@ def test_every_field_is_an_option() -> None:
     assert (status, values) == (0, ("f", Sizes(3, "y", Path("a/b"), False, (4, 5), 2), SpeculativeConfig(), True))
 
 
-def test_drafts_are_written_as_everywhere() -> None:
+def test_drafts_use_the_common_syntax() -> None:
     options = ["--draft", "suffix", "--draft", "DIR:amp=f32", "--k", "0,2,4", "--no-exact", "--fused"]
     _, values, _ = called("f", "--width", "1", *options, "--confidence-threshold", "0.5")
     assert values == (
@@ -87,21 +87,21 @@ def test_drafts_are_written_as_everywhere() -> None:
         (["--width", "1", "--growth", "chain"], "No such option: --growth"),
     ],
 )
-def test_what_is_refused_is_said_in_one_line(arguments: list[str], message: str) -> None:
+def test_a_rejected_value_is_reported_in_one_line(arguments: list[str], message: str) -> None:
     status, values, output = called("f", *arguments)
     assert (status, values) == (2, None)
     assert message in " ".join(output.replace("│", "").split())
 
 
-def test_help_comes_from_the_fields() -> None:
+def test_help_texts_come_from_the_fields() -> None:
     output = " ".join(called("--help")[2].replace("│", "").split())
-    assert "As wide as can be." in output
+    assert "Whether the output is wide." in output
     assert "Repeats." in output
     assert "--synthetic-acceptance" in output and "NOT REAL TEXT" in output
     assert "[default: match]" in output
 
 
-def test_a_command_without_configuration_is_as_it_was() -> None:
+def test_a_command_without_configuration_is_unchanged() -> None:
     def plain(one: int, *, two: str = "x") -> str:
         return f"{one} {two}"
 

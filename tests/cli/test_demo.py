@@ -20,7 +20,7 @@ DEMO = Path(__file__).parents[2] / "examples" / "demo.py"
 
 @pytest.fixture
 def demo(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script as a module, with the tiny pair in place of its own and nothing compiled."""
+    """The script as a module, with the tiny pair in place of the demo's and nothing compiled."""
     spec = importlib.util.spec_from_file_location("demo_under_test", DEMO)
     assert spec is not None and spec.loader is not None
     made = importlib.util.module_from_spec(spec)
@@ -43,7 +43,7 @@ def demo(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleT
 
 
 @pytest.mark.parametrize("mode", ["speculative", "ngram"])
-def test_it_streams_measures_and_says_that_both_are_identical(
+def test_demo_streams_measures_and_reports_identical_texts(
     demo: ModuleType, capsys: pytest.CaptureFixture[str], mode: str
 ) -> None:
     sys.argv += ["--mode", mode]
@@ -55,7 +55,7 @@ def test_it_streams_measures_and_says_that_both_are_identical(
     assert "at equal width (5 rows)" in shown
 
 
-def test_a_text_that_differs_ends_it_with_status_1(
+def test_differing_texts_exit_with_status_1(
     demo: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     honest = demo.comparison.run
@@ -70,7 +70,7 @@ def test_a_text_that_differs_ends_it_with_status_1(
     assert "NOT IDENTICAL: 1 of 2 texts differ" in capsys.readouterr().out
 
 
-def test_without_the_package_index_it_says_so_and_takes_the_small_pair(
+def test_demo_without_a_package_index_uses_the_small_pair(
     demo: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unreachable(name: str, _announce: object) -> Path:
@@ -89,7 +89,7 @@ def test_prompts_are_taken_from_every_category_in_turn(demo: ModuleType) -> None
     assert [row.text for row in demo.spread(rows, 4)] == ["0", "2", "4", "1"]
 
 
-def test_what_it_cannot_do_ends_it_with_status_2(demo: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_demo_options_exit_with_status_2(demo: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     sys.argv += ["--k", "-1"]
     assert demo.main() == 2
     assert "error: k: expected a number from 0 on" in capsys.readouterr().err

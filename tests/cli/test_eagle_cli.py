@@ -66,7 +66,7 @@ def test_a_head_is_trained_and_generates_the_tokens_of_plain_decoding(target: Pa
         ),
     ],
 )
-def test_what_cannot_be_is_refused(target: Path, head: Path, arguments: list[str], part: str) -> None:
+def test_invalid_eagle_options_are_rejected(target: Path, head: Path, arguments: list[str], part: str) -> None:
     done = generate(target, "--draft", *(argument.replace("HEAD", str(head)) for argument in arguments))
     assert done.exit_code != 0
     assert part in " ".join(done.stderr.split())
@@ -93,7 +93,9 @@ def test_what_cannot_be_is_refused(target: Path, head: Path, arguments: list[str
         (["--aux-layers", 1, "--out", "FILE", "--work-dir", "FOLDER"], "cannot be created"),
     ],
 )
-def test_trainings_that_cannot_be_are_refused(target: Path, tmp_path: Path, arguments: list[object], said: str) -> None:
+def test_invalid_eagle_training_options_are_rejected(
+    target: Path, tmp_path: Path, arguments: list[object], said: str
+) -> None:
     """Before the target is loaded."""
     files = {name: tmp_path / f"{name}.bin" for name in ("GOOD", "OTHER", "ODD", "FILE")}
     ids = np.arange(6000) % VOCABULARY

@@ -28,7 +28,7 @@ def subjects(findings: list[Finding]) -> dict[str, Finding]:
     return {finding.name: finding for finding in findings}
 
 
-def test_a_machine_without_neuron_is_healthy_and_says_so() -> None:
+def test_a_machine_without_neuron_is_reported_healthy() -> None:
     done = CliRunner().invoke(app, ["doctor", "--json"])
     found = json.loads(done.stdout)
     named = {line["subject"]: line for line in found["lines"]}
@@ -68,7 +68,7 @@ def test_neuron_ls_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert status == "FAILED" and "aws-neuronx-tools" in text
 
 
-def test_a_right_backend_passes_the_selftest() -> None:
+def test_a_correct_backend_passes_the_selftest() -> None:
     done = CliRunner().invoke(app, ["selftest", "--backend", "eager"])
     assert done.exit_code == 0, done.output
     assert done.stdout.count("ok  ") == 5 and "0 of 6144 limbs differ" in done.stdout
@@ -76,7 +76,7 @@ def test_a_right_backend_passes_the_selftest() -> None:
 
 
 class Off(TorchKernels):
-    """Chooses the id behind the right one, now and then."""
+    """Chooses the id after the right one, now and then."""
 
     def sample_tokens(self, logits: Tensor, positions: Tensor, sampling: SamplingTensors, *, stream: int = 0) -> Tensor:
         found = super().sample_tokens(logits, positions, sampling, stream=stream)
@@ -90,7 +90,7 @@ class OffBackend(eager.EagerBackend):
         self.kernels = Off()
 
 
-def test_texts_in_bf16_may_part_at_near_ties_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bf16_texts_may_differ_at_near_ties_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """`native` rounds activations, `eager` does not."""
     assert [one.name for one in selftest.run("native") if not one.passed] == []
     monkeypatch.setattr(selftest, "NEAR_TIE", 1e-6)
@@ -107,7 +107,7 @@ def test_a_wrong_backend_fails_the_selftest(monkeypatch: pytest.MonkeyPatch) -> 
     assert done.exit_code == 1 and "FAIL plain, f32" in done.stdout
 
 
-def test_a_check_that_raises_has_failed_and_the_others_still_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_raises_fails_and_the_others_still_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(_backend: str) -> tuple[bool, str]:
         raise RuntimeError("the device is on fire")
 
@@ -117,14 +117,14 @@ def test_a_check_that_raises_has_failed_and_the_others_still_run(monkeypatch: py
     assert checks[0].seen == "RuntimeError: the device is on fire"
 
 
-def test_a_backend_of_no_name_is_refused_before_anything_runs() -> None:
+def test_an_unknown_backend_is_rejected_before_anything_runs() -> None:
     done = CliRunner().invoke(app, ["selftest", "--backend", "cuda"])
     assert done.exit_code == 2 and not done.stdout
     known = "eager, native, xla, neuron, neuron-native"
     assert done.stderr == f"error: backend: expected one of {known}, got 'cuda'; use one of them\n"
 
 
-def test_a_backend_that_is_not_there_fails_with_its_remedy() -> None:
+def test_a_missing_backend_fails_with_a_remedy() -> None:
     done = CliRunner().invoke(app, ["selftest", "--backend", "neuron"])
     assert done.exit_code != 0
     assert "set up the Neuron SDK" in done.output

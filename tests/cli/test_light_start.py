@@ -39,7 +39,7 @@ GENERATE = ["generate", "--target", "TARGET", "--prompt", "def main"]
 
 
 def outcomes(calls: list[list[str]]) -> list[tuple[int, str, list[str]]]:
-    """Exit status, output, and what was imported, of commands in a process of their own, one after the other."""
+    """Exit status, output, and imported modules of commands in a separate process, one after the other."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], input=json.dumps(calls), capture_output=True, text=True, check=True
     )
@@ -57,7 +57,7 @@ def outcomes(calls: list[list[str]]) -> list[tuple[int, str, list[str]]]:
         "paceline.serving.serve_lifecycle",
     ],
 )
-def test_what_decodes_nothing_is_imported_without_pytorch(module: str) -> None:
+def test_modules_that_do_not_decode_import_without_pytorch(module: str) -> None:
     check = f"import sys, {module}; print([name for name in ('torch', 'transformers') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
@@ -70,7 +70,7 @@ def test_help_and_lists_need_no_pytorch() -> None:
         assert (status, imported) == (0, []), (arguments, output)
 
 
-def test_a_text_needs_pytorch_without_its_compilers_and_no_transformers(home: Path) -> None:
+def test_generating_imports_neither_compilers_nor_transformers(home: Path) -> None:
     code = """
 import sys
 from typer.testing import CliRunner
@@ -85,7 +85,7 @@ print(done.exit_code, [name for name in watched if name in sys.modules])
     assert done.stdout == "0 ['torch']\n"
 
 
-def test_a_command_ends_without_a_search_for_garbage() -> None:
+def test_a_command_ends_without_garbage_collection() -> None:
     code = """
 import atexit, gc
 atexit.register(lambda: print(gc.get_freeze_count() > 0))
@@ -110,7 +110,7 @@ app(prog_name="paceline")
         assert done.stdout.split() == [expected, "False"], done.stderr
 
 
-def test_the_table_of_commands_says_what_the_commands_say() -> None:
+def test_command_summaries_equal_those_of_the_commands() -> None:
     for rows in (main.COMMANDS, *GROUPS.values()):
         for name, (module, summary) in rows.items():
             commands = get_group(import_module(f"paceline.cli.{module}").app).commands
@@ -255,13 +255,15 @@ def refused(trap: Trap) -> list[tuple[int, str, list[str]]]:
     return outcomes([trap.filled(arguments) for arguments, _ in REFUSALS])
 
 
-def test_the_weights_are_a_trap(trap: Trap) -> None:
+def test_opening_the_test_weights_raises(trap: Trap) -> None:
     done = call(*trap.filled([*GENERATE, "--backend", "eager", "--draft", "ngram", "--n-positions", "64"]))
     assert done.exit_code == 2 and "model.safetensors" in done.stderr
 
 
 @pytest.mark.parametrize("number", range(len(REFUSALS)), ids=lambda number: " ".join(REFUSALS[number][0])[:100])
-def test_a_refusal_comes_before_pytorch(refused: list[tuple[int, str, list[str]]], number: int) -> None:
+def test_invalid_options_are_rejected_before_pytorch_is_imported(
+    refused: list[tuple[int, str, list[str]]], number: int
+) -> None:
     (status, output, imported), (_, message) = refused[number], REFUSALS[number]
     words = " ".join(output.replace("│", " ").split())  # typer's own errors are in a box
     assert status == 2 and message in words and "Traceback" not in words, output
@@ -276,14 +278,16 @@ def test_a_refusal_comes_before_pytorch(refused: list[tuple[int, str, list[str]]
         ({"kv_cache_dtype": "nosuch"}, "got 'nosuch'"),
     ],
 )
-def test_python_refuses_before_it_opens_weights(trap: Trap, options: dict[str, object], message: str) -> None:
+def test_python_calls_are_rejected_before_weights_are_opened(
+    trap: Trap, options: dict[str, object], message: str
+) -> None:
     with pytest.raises(ConfigurationError, match=message):
         AutoDecoder.from_pretrained(trap.target, **{"backend": "eager", **options})  # type: ignore[arg-type]
     with pytest.raises(MissingWeightsError):
         AutoDecoder.from_pretrained(trap.target, backend="eager")
 
 
-def test_a_draft_is_refused_before_it_is_loaded(workshop: Workshop, trap: Trap) -> None:
+def test_an_invalid_draft_is_rejected_before_it_is_loaded(workshop: Workshop, trap: Trap) -> None:
     target = workshop.decoder()
     for options, message in (
         ({"draft": f"{trap.draft}:k=500"}, "got 501"),

@@ -111,7 +111,7 @@ def test_heads_are_converted(target: Path, heads: Path, tmp_path: Path) -> None:
         (["--draft", "HEADS:draft_tree=absent.json"], "absent.json"),
     ],
 )
-def test_what_cannot_be_done_is_refused(target: Path, heads: Path, arguments: list[str], said: str) -> None:
+def test_invalid_medusa_options_are_rejected(target: Path, heads: Path, arguments: list[str], said: str) -> None:
     given = [argument.replace("HEADS", str(heads)) for argument in arguments]
     done = call("generate", "--target", target, "--prompt", "w5", *EAGER, *given)
     assert done.exit_code == 2
@@ -131,7 +131,7 @@ def test_what_cannot_be_done_is_refused(target: Path, heads: Path, arguments: li
         (["--prompts", "FILE"], "one of them"),
     ],
 )
-def test_trees_that_cannot_be_are_refused(
+def test_invalid_trees_are_rejected(
     target: Path, heads: Path, data: Path, tmp_path: Path, arguments: list[object], said: str
 ) -> None:
     (tmp_path / "FILE").touch()
@@ -157,7 +157,7 @@ def test_trees_that_cannot_be_are_refused(
         (["--max-minutes", -1], "max_minutes: expected at least 0, or None for no limit, got"),
     ],
 )
-def test_trainings_that_cannot_be_are_refused(
+def test_invalid_medusa_training_options_are_rejected(
     target: Path, data: Path, tmp_path: Path, arguments: list[object], said: str
 ) -> None:
     out = tmp_path / "out"
@@ -168,7 +168,7 @@ def test_trainings_that_cannot_be_are_refused(
     assert not out.exists()
 
 
-def test_data_that_is_not_there_is_refused(target: Path, tmp_path: Path) -> None:
+def test_missing_training_data_is_rejected(target: Path, tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("")
     for wrong, said in (
         (tmp_path / "absent.txt", "does not exist"),

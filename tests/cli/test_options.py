@@ -1,4 +1,4 @@
-"""One name, default and help text of an option in every command; exceptions are named here, with the reason."""
+"""One name, default and help text of an option in every command; exceptions are listed with the reason."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def told(option: Any) -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize("name", sorted(name for name, commands in OPTIONS.items() if len(commands) > 1))
-def test_an_option_says_the_same_in_every_command(name: str) -> None:
+def test_an_option_has_one_help_text_in_all_commands(name: str) -> None:
     commands, apart = OPTIONS[name], EXCEPTIONS.get(name, [])
     rest = commands.keys() - set[str]().union(*apart)
     for together in [rest, *apart]:
@@ -78,7 +78,7 @@ def test_an_option_says_the_same_in_every_command(name: str) -> None:
         assert len({repr(told(commands[command])) for command in together}) <= 1, (name, together)
 
 
-def test_every_option_has_a_help_text_and_no_name_means_two_things() -> None:
+def test_every_option_has_a_help_text_and_one_meaning() -> None:
     for name, commands in OPTIONS.items():
         for command, option in commands.items():
             assert option.help and option.help.endswith("."), (command, name)
@@ -86,7 +86,7 @@ def test_every_option_has_a_help_text_and_no_name_means_two_things() -> None:
                 assert command not in OPTIONS.get(other, {}), (command, name, other)
 
 
-def test_old_names_stay() -> None:
+def test_old_option_names_still_work() -> None:
     for name, command, old in (
         ("--max-minutes", "verify", "--minutes"),
         ("--max-minutes", "experiment run", "--minutes"),
@@ -99,7 +99,7 @@ def test_old_names_stay() -> None:
         assert old in OPTIONS[name][command].opts
 
 
-def test_options_of_sampling_and_models_tell_their_defaults() -> None:
+def test_sampling_and_model_options_show_their_defaults() -> None:
     """In the text, where the help shows none."""
     told = {name: one["generate"] for name, one in OPTIONS.items() if "generate" in one}
     panels = ("Sampling", "Model", "Drafting")
@@ -107,14 +107,14 @@ def test_options_of_sampling_and_models_tell_their_defaults() -> None:
     assert len(shown) > 10 and [name for name, one in shown.items() if "Default: " not in one.help] == []
 
 
-def test_lists_of_numbers_are_written_alike() -> None:
+def test_number_lists_share_one_syntax() -> None:
     assert numbers("1:4", "--k") == (1, 2, 3, 4) and numbers("2,8", "--k") == (2, 8) == numbers("2,8", "--k", least=2)
     for text in ("1,2", "x", "", "4:2"):
         with pytest.raises(ConfigurationError, match="--k: expected numbers from 2 on, got"):
             numbers(text, "--k", least=2)
 
 
-def test_k_to_choose_among_is_written_auto() -> None:
+def test_adaptive_k_is_written_auto() -> None:
     assert SpeculativeConfig(k="auto:0,2,4").k == SpeculativeConfig(k="0,2,4").k == (0, 2, 4)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="such as auto:0,2,4"):
         SpeculativeConfig(k="auto:4,2")  # type: ignore[arg-type]
@@ -124,7 +124,7 @@ def test_every_command_is_in_a_panel() -> None:
     assert main.PANELS.keys() == {*main.COMMANDS, "train", "experiment", "models"}
 
 
-def test_options_of_one_request_hide_the_batch_size() -> None:
+def test_single_request_commands_hide_the_batch_size() -> None:
     hidden = {command for command, option in OPTIONS["--batch-size"].items() if option.hidden}
     assert hidden == {"generate", "chat", "medusa-tree"}
     assert "cpu" in INSTANCES and OPTIONS["--instance"].keys() == {"plan", "serve", *CONFIGS}

@@ -1,4 +1,4 @@
-"""Output in a process of its own: what cannot be written, and terminals that are narrow, colourless or ASCII."""
+"""Output in a separate process: results that cannot be written, and terminals that are narrow, colourless or ASCII."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device here that is always full")
-def test_results_that_cannot_be_written_are_one_line() -> None:
+def test_unwritable_results_are_reported_in_one_line() -> None:
     command = [*COMMAND, "--help"]
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
@@ -31,7 +31,7 @@ def test_results_that_cannot_be_written_are_one_line() -> None:
 
 
 @pytest.mark.parametrize("arguments", [["list"], ["list", "--json"], ["generate", "--help"]], ids=" ".join)
-def test_a_pipe_that_nobody_reads_is_no_error(arguments: list[str]) -> None:
+def test_a_closed_pipe_is_not_an_error(arguments: list[str]) -> None:
     with subprocess.Popen([*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
         assert running.stdout is not None and running.stderr is not None
         running.stdout.close()
@@ -57,7 +57,7 @@ def test_the_list_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch, column
         assert "\u2026" not in shown and "prompt_lookup_max=3" in shown and "--draft suffix" in shown
 
 
-def test_one_row_of_the_list_can_be_asked_for() -> None:
+def test_list_prints_one_drafter() -> None:
     shown = call("list", "suffix").stdout
     assert "suffix: " in shown and "min_match=2" in shown and "ngram" not in shown
     assert "alpha=" in call("list", "typical").stdout

@@ -1,4 +1,4 @@
-"""What `--json-schema`, `--regex` and `--logprobs` do to an answer: it fits, and drafts change no token of it."""
+"""`--json-schema`, `--regex` and `--logprobs`: the answer fits, and drafts change no token of it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def schema(tmp_path: Path) -> Path:
     return tmp_path / "schema.json"
 
 
-def test_an_answer_fits_its_expression(ending: Path) -> None:
+def test_an_answer_matches_its_regex(ending: Path) -> None:
     expression = r"(ab|cd){2,4}x"
     found = answer(ending, "--regex", expression)
     assert found["finish_reason"] == "stop" and re.fullmatch(expression, str(found["text"]))
@@ -44,7 +44,7 @@ def test_an_answer_fits_its_expression(ending: Path) -> None:
     assert drafted["tokens"] == found["tokens"]
 
 
-def test_an_answer_fits_its_schema(ending: Path, schema: Path) -> None:
+def test_an_answer_matches_its_schema(ending: Path, schema: Path) -> None:
     sampled = ["--json-schema", schema, "--temperature", 1, "--seed", 4]
     found = answer(ending, *sampled)
     assert found["finish_reason"] == "stop" and json.loads(str(found["text"])) in SCHEMA["enum"]
@@ -59,7 +59,7 @@ def test_a_grammar_is_compiled_once(ending: Path, monkeypatch: pytest.MonkeyPatc
     assert len(compiled) == 1, "the check before loading compiles it"
 
 
-def test_log_probabilities_are_beside_each_token(home: Path) -> None:
+def test_log_probabilities_are_printed_for_each_token(home: Path) -> None:
     found: dict[str, Any] = answer(home, "--logprobs", 3)
     plain = answer(home)
     assert found["tokens"] == plain["tokens"] and len(found["logprobs"]) == len(found["tokens"])
@@ -75,6 +75,6 @@ def test_tokens_of_the_prompt_have_log_probabilities_too(home: Path) -> None:
     assert all(len(one["top"]) == 2 and one["logprob"] <= one["top"][0][1] < 0 for one in found["prompt_logprobs"])
 
 
-def test_an_expression_that_is_none_is_refused(ending: Path) -> None:
+def test_an_invalid_regex_is_rejected(ending: Path) -> None:
     done = generate(ending, "--regex", "(")
     assert done.exit_code == 2 and "regex" in done.stderr

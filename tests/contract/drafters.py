@@ -1,4 +1,4 @@
-"""Rows for every drafter of the registry; every test of the contract runs over every row. No tests in here.
+"""Rows for every drafter of the registry; every test of the contract runs over every row. Contains no tests.
 
 A drafter that is asked for by its name has a row for free. Another one needs a row below that says how to make it.
 
@@ -53,7 +53,7 @@ CHOICES = Choices.of([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
 
 @dataclass(frozen=True)
 class Home:
-    """Where rows take their parts from: decoders that all tests share, a folder, and what has to be closed again.
+    """Parts for the rows: decoders that all tests share, a folder, and what has to be closed again.
 
     load     how both models are loaded: arguments of `Workshop.decoder`
     options  of the generator; a row's own come first
@@ -157,7 +157,7 @@ def _intersection(home: Home, k: Depth) -> SpeculativeGenerator:
 
 @cache
 def tokenizers() -> TokenizerPair:
-    """Of fewer ids than the models have, so that some say nothing."""
+    """Tokenizers with fewer ids than the models have, so that some ids have no text."""
     return TokenizerPair(target=bytes_merged(80), draft=bytes_merged(52))
 
 
@@ -212,7 +212,7 @@ def _layerskip(home: Home, k: Depth) -> SpeculativeGenerator:
 
 
 def _remote(home: Home, k: Depth) -> SpeculativeGenerator:
-    """Behind a socket; the other end is a thread, which saves the time to start a process."""
+    """A drafter over a socket; the other end is a thread, which saves the time to start a process."""
     address, secret = Address(path=str(home.folder / f"socket {k} {home.slots}")), b"a secret of the tests"
     slots, vocabulary, decoder = home.slots, VocabMap(VOCABULARY, VOCABULARY), home.draft.sibling()
     server = DraftServer(

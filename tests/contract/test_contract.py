@@ -1,4 +1,4 @@
-"""What every drafter promises, over every drafter: see the rows in `tests.contract.drafters`.
+"""The contract of every drafter, over the rows of `tests.contract.drafters`.
 
 That no token changes: `tests/equality/test_matrix.py`.
 """
@@ -87,7 +87,7 @@ def run(sampler: Sampler, prompts: list[list[int]], asked: Asked) -> GenerationR
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_a_registered_drafter_does_what_its_row_says(name: str, workshop: Workshop, tmp_path: Path) -> None:
+def test_a_registered_drafter_matches_its_row(name: str, workshop: Workshop, tmp_path: Path) -> None:
     rows = [row for row in ROWS.values() if row.of == name]
     assert rows, (
         f"no row of the contract suite makes the drafter {name!r}: add Row({name!r}, make) to ROWS in "
@@ -109,7 +109,7 @@ def test_a_registered_drafter_does_what_its_row_says(name: str, workshop: Worksh
 
 
 @pytest.mark.parametrize("name", ACCEPTANCE_RULES)
-def test_a_registered_rule_is_what_its_row_says(name: str) -> None:
+def test_a_registered_rule_matches_its_row(name: str) -> None:
     registered = ACCEPTANCE_RULES[name]
     rule = resolve(registered.path)
     for field in ("name", "needs", "draft_probs", "lossless", "trees", "on_host"):
@@ -123,7 +123,7 @@ def test_slots_without_a_request_change_no_token(make: Make) -> None:
     assert texts(run(generator, PROMPTS[:1], COOL)) == [wanted]
 
 
-def test_several_outputs_of_a_prompt_read_it_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_outputs_of_a_prompt_prefill_it_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     generator, target = make()
     reads, graph, asked = [], CompiledDecoder.graph, {**COOL, "n": 3}
 
@@ -145,7 +145,7 @@ def test_several_outputs_of_a_prompt_read_it_once(make: Make, monkeypatch: pytes
     assert len(reads) == 3
 
 
-def test_slots_change_hands_and_nothing_is_left(make: Make) -> None:
+def test_reused_slots_keep_nothing_of_earlier_requests(make: Make) -> None:
     """More requests than slots, of all lengths; a stream that is dropped in the middle; then the same again."""
     generator, target = make()
     dice = random.Random(3)
@@ -162,7 +162,7 @@ def test_slots_change_hands_and_nothing_is_left(make: Make) -> None:
 
 
 def kept(part: object) -> int:
-    """Entries in everything a drafter keeps for its requests; a corpus is kept on purpose, and is no request's."""
+    """Entries in everything a drafter keeps for its requests; a corpus is kept on purpose and belongs to no request."""
     found = 0
     for value in vars(part).values():
         if isinstance(value, dict | list | set) and not isinstance(part, torch.nn.Module):
@@ -172,7 +172,7 @@ def kept(part: object) -> int:
     return found
 
 
-def test_the_depth_may_change_in_every_round(make: Make, row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draft_length_may_change_in_every_round(make: Make, row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
     """At random, off and on again: no gap is left and no token changes. What has one depth says so."""
     monkeypatch.setattr("paceline.build.DraftLengthController", AnyLength)
     if not row.ladder:

@@ -46,7 +46,7 @@ def hits_of(calls: Calls, generator: SpeculativeGenerator) -> int:
 
 
 @pytest.mark.parametrize("name", ["ngram", "model, fused", "EAGLE 3 static tree"])
-def test_prompts_are_evicted_and_found_again(name: str, workshop: Workshop, tmp_path: Path) -> None:
+def test_evicted_prompts_are_prefilled_again_and_cached(name: str, workshop: Workshop, tmp_path: Path) -> None:
     """Half of them greedy, then the others, sampled, which find some of the first in their slots."""
     with ExitStack() as stack:
         home, row = Home(workshop, tmp_path, stack, 4, options={"prefix_caching": True}), ROWS[name]
@@ -55,7 +55,7 @@ def test_prompts_are_evicted_and_found_again(name: str, workshop: Workshop, tmp_
 
 
 @pytest.mark.parametrize("backend", ["eager", "native"])
-def test_a_later_prompt_reads_only_what_is_new(backend: str, workshop: Workshop) -> None:
+def test_a_later_prompt_prefills_only_its_suffix(backend: str, workshop: Workshop) -> None:
     target = fresh(workshop.checkpoint(), backend=backend, batch_size=4)
     generator = SpeculativeGenerator(None, target, k=3, prefix_caching=True)
     step = 1 if backend == "native" else CHUNK
@@ -71,7 +71,7 @@ def test_a_later_prompt_reads_only_what_is_new(backend: str, workshop: Workshop)
     assert SpeculativeGenerator(None, target).config.prefix_caching is False and other.statistics.prefix_cache_hits == 0
 
 
-def test_shared_rows_have_the_bits_of_rows_that_are_read(workshop: Workshop) -> None:
+def test_cached_rows_are_bitwise_identical_to_prefilled_rows(workshop: Workshop) -> None:
     for backend in ("eager", "native"):
         target = fresh(workshop.checkpoint(), backend=backend, batch_size=4)
         generator = SpeculativeGenerator(None, target, k=3, prefix_caching=True)
@@ -86,7 +86,7 @@ def test_shared_rows_have_the_bits_of_rows_that_are_read(workshop: Workshop) -> 
 
 
 @pytest.mark.usefixtures("two_ranks")
-def test_a_divided_model_copies_on_every_rank(workshop: Workshop) -> None:
+def test_a_tensor_parallel_model_copies_prefixes_on_every_rank(workshop: Workshop) -> None:
     shape: dict[str, Any] = {"n_positions": [POSITIONS], "context_length_estimate": [CHUNK], "amp": "f32"}
     target = AutoDecoder.from_pretrained(workshop.checkpoint(), batch_size=4, tp_degree=2, backend="eager", **shape)
     try:
@@ -98,7 +98,7 @@ def test_a_divided_model_copies_on_every_rank(workshop: Workshop) -> None:
         target.close()
 
 
-def test_the_slot_of_the_longest_prefix_is_taken_unless_much_is_lost() -> None:
+def test_the_slot_with_the_longest_prefix_is_reused_unless_too_much_is_overwritten() -> None:
     kept = ReadPrompts()
     me = object()
     kept.begin(last=me, holder=None)
@@ -122,8 +122,8 @@ def test_the_slot_of_the_longest_prefix_is_taken_unless_much_is_lost() -> None:
 
 
 @pytest.mark.full
-def test_prompts_of_several_chunks_in_a_batch_of_16_over_128_000_ids(tmp_path: Path) -> None:
-    """Of two texts of 400 ids, more requests than there are slots have 300 and more; others come between them."""
+def test_chunked_prompts_share_prefixes_at_batch_16_and_vocabulary_128_000(tmp_path: Path) -> None:
+    """Requests beyond the number of slots share 300 and more of two texts of 400 ids; others come between them."""
     size, chunk, slots = 128_000, 128, 16
     shape = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 512}
     torch.manual_seed(0)

@@ -132,7 +132,7 @@ PLAIN: dict[str, tuple[list[int], str]] = {}
 
 
 def plain(prompt: list[int], seed: int, asked: dict[str, object]) -> tuple[list[int], str]:
-    """One text by itself, which is what it is in any batch."""
+    """One text at batch size 1, which is the same in any batch."""
     key = repr((prompt, seed, sorted(asked.items(), key=lambda item: item[0])))
     if key not in PLAIN:
         rows, reasons = run(decoder("target", 1, (32,)), [prompt], **{**asked, "seed": seed})

@@ -1,4 +1,4 @@
-"""Acceptance rules called with what a test knows of a target; no tests in here."""
+"""Acceptance rules called with what a test knows of a target; no tests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ def decide(
     positions: Tensor | None = None,
     sampling: SamplingTensors | None = None,
 ) -> Accepted:
-    """What a rule accepts of a proposal. Without positions the root decides position 1; without sampling: greedy."""
+    """Nodes of a proposal that a rule accepts. Without positions the root decides position 1; without sampling:
+    greedy.
+    """
     slots, nodes = proposal.tokens.shape
     if positions is None:
         positions = torch.arange(1, nodes + 2, dtype=torch.int32).expand(slots, -1)
@@ -39,5 +41,5 @@ def depth(proposal: Proposal) -> int:
 
 
 def matched(proposal: Proposal, choices: Tensor) -> Accepted:
-    """What `Match` accepts."""
+    """Result of `Match`."""
     return decide(Match(), proposal, choices=choices)

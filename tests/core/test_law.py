@@ -50,7 +50,7 @@ PARAMS = [
 
 @pytest.mark.parametrize("vocab_size", [2, 100, 1025])
 @pytest.mark.parametrize("params", PARAMS, ids=str)
-def test_the_law_is_that_of_hugging_face(params: dict[str, float], vocab_size: int) -> None:
+def test_probabilities_equal_those_of_hugging_face(params: dict[str, float], vocab_size: int) -> None:
     logits = random_logits(6, vocab_size, seed=1)
     params = {name: min(value, vocab_size) if name == "top_k" else value for name, value in params.items()}
     ours = probs.probabilities(logits, batch(**params))
@@ -60,7 +60,7 @@ def test_the_law_is_that_of_hugging_face(params: dict[str, float], vocab_size: i
 
 
 @pytest.mark.parametrize("params", PARAMS, ids=str)
-def test_cut_tokens_have_no_probability_at_all(params: dict[str, float]) -> None:
+def test_filtered_tokens_have_probability_zero(params: dict[str, float]) -> None:
     logits = random_logits(6, 100, seed=2)
     cut = theirs(logits, **(params | {"top_k": min(params.get("top_k", 0), 100)})) == 0  # type: ignore[arg-type]
     assert torch.equal(probs.probabilities(logits, batch(**params)) == 0, cut)
@@ -77,7 +77,7 @@ def test_filters_that_are_off_change_no_bit(temperature: float) -> None:
     assert torch.equal(probs.apply_top_k_top_p_min_p(logits, sampling), probs.apply_temperature(logits, sampling))
 
 
-def test_rows_of_a_batch_have_their_own_law() -> None:
+def test_rows_of_a_batch_have_separate_distributions() -> None:
     asked = [Sampling(temperature=0.5), Sampling(), Sampling(temperature=1.0, top_k=3)]
     logits = random_logits(4, 50, seed=3)
     together = probs.probabilities(logits.expand(3, 4, 50), sampling_tensors(asked))
@@ -85,7 +85,7 @@ def test_rows_of_a_batch_have_their_own_law() -> None:
         assert torch.equal(together[row], probs.probabilities(logits, sampling_tensors([one]))[0])
 
 
-def test_greedy_is_the_one_hot_law_of_the_lowest_largest_id() -> None:
+def test_greedy_is_one_hot_at_the_lowest_id_of_the_maximum() -> None:
     logits = torch.tensor([[[0.0, 3.0, 3.0, 1.0], [5.0, 5.0, 5.0, 5.0], [-9.0, -8.0, -7.0, -6.0]]])
     found = probs.probabilities(logits, batch())
     assert found.tolist() == [[[0.0, 1.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0]]]
@@ -93,12 +93,12 @@ def test_greedy_is_the_one_hot_law_of_the_lowest_largest_id() -> None:
 
 
 @pytest.mark.parametrize("cut", [{"top_k": 2}, {"top_p": 0.5}], ids=str)
-def test_equal_logits_at_a_border_stand_together_as_in_transformers_top_k(cut: dict[str, float]) -> None:
+def test_top_k_keeps_all_ties_at_its_border_as_transformers_does(cut: dict[str, float]) -> None:
     found = probs.probabilities(torch.tensor([[[1.0, 2.0, 1.0, 1.0, 0.0]]]), batch(temperature=1.0, **cut))
     assert (found[0, 0] > 0).tolist() == [True, True, True, True, False]
 
 
-def test_tokens_are_ranked_as_they_would_be_chosen_one_after_the_other() -> None:
+def test_ranking_equals_sampling_without_replacement() -> None:
     logits = torch.randn(2, 3, 40, generator=torch.Generator().manual_seed(3))
     where = torch.tensor([[3, 4, 5], [9, 9, 7]], dtype=torch.int32)
     sampling = sampling_tensors([Sampling(temperature=0.8, seed=4), Sampling()])
@@ -117,7 +117,7 @@ def test_tokens_are_ranked_as_they_would_be_chosen_one_after_the_other() -> None
     assert part.flatten(0, 1).tolist() == kept
 
 
-def test_half_precision_logits_give_a_float32_law() -> None:
+def test_half_precision_logits_give_float32_probabilities() -> None:
     logits = random_logits(3, 30, seed=4).to(torch.bfloat16)
     found = probs.probabilities(logits, batch(temperature=1e-3))
     assert found.dtype == torch.float32
@@ -125,7 +125,7 @@ def test_half_precision_logits_give_a_float32_law() -> None:
 
 
 @pytest.mark.parametrize("params", [k for k in PARAMS if k.get("top_k") != 10_000], ids=str)
-def test_choices_follow_the_law(params: dict[str, float]) -> None:
+def test_samples_follow_the_distribution(params: dict[str, float]) -> None:
     rows, logits = 50_000, random_logits(1, 12, seed=5)
     where = torch.arange(rows, dtype=torch.int32).unsqueeze(0)
     picked = probs.sample_tokens(logits.expand(1, rows, 12), where, batch(**params))[0]
@@ -134,7 +134,7 @@ def test_choices_follow_the_law(params: dict[str, float]) -> None:
     )
 
 
-def test_a_choice_depends_on_its_position_seed_and_stream_only() -> None:
+def test_a_sample_depends_only_on_position_seed_and_stream() -> None:
     logits = random_logits(5, 64, seed=6, spread=0.1)
     where = torch.tensor([[3, 4, 5, 6, 7]], dtype=torch.int32)
     whole = probs.sample_tokens(logits, where, batch(temperature=1.0, seed=9))[0].tolist()

@@ -44,7 +44,7 @@ def chains(draw: st.DrawFn) -> tuple[list[list[int]], list[list[int]]]:
 
 
 @given(chains())
-def test_a_chain_stands_up_to_the_first_disagreement(case: tuple[list[list[int]], list[list[int]]]) -> None:
+def test_a_chain_is_accepted_up_to_the_first_mismatch(case: tuple[list[list[int]], list[list[int]]]) -> None:
     drafts, choices = case
     size = len(drafts[0])
     proposal = Proposal(ints(*drafts).view(len(drafts), size))
@@ -66,7 +66,7 @@ def token_trees(draw: st.DrawFn) -> tuple[tuple[int, ...], list[list[int]], list
 
 
 @given(token_trees())
-def test_a_tree_without_twins_is_walked_from_the_root(
+def test_a_tree_without_equal_siblings_is_walked_from_the_root(
     case: tuple[tuple[int, ...], list[list[int]], list[list[int]]],
 ) -> None:
     parents, drafts, choices = case
@@ -86,7 +86,7 @@ def test_a_tree_without_twins_is_walked_from_the_root(
 
 
 @given(token_trees())
-def test_twins_commit_what_the_target_chose_along_one_path(
+def test_equal_siblings_commit_the_targets_tokens_along_one_path(
     case: tuple[tuple[int, ...], list[list[int]], list[list[int]]],
 ) -> None:
     parents, drafts, choices = case
@@ -132,7 +132,7 @@ def test_accepted_ids_that_are_zero_are_counted() -> None:
     assert verdict.token.tolist() == [9]
 
 
-def test_nothing_proposed_commits_the_target_s_own_token() -> None:
+def test_an_empty_proposal_commits_the_targets_token() -> None:
     proposal = Proposal(torch.empty(2, 0, dtype=torch.int32))
     verdict = matched(proposal, ints([4], [0]))
     assert verdict.count.tolist() == [0, 0]

@@ -1,4 +1,4 @@
-"""The noise is a function of (seed, position, id) alone, equal to a reference in plain integers, and is Gumbel's."""
+"""The noise is a function of (seed, position, id), equal to a reference in plain integers, and is Gumbel's."""
 
 import math
 import random
@@ -73,7 +73,7 @@ def test_words_equal_the_reference_in_plain_integers(seed: int, stream: int) -> 
 
 @pytest.mark.parametrize("traced", [False, True])
 def test_every_word_becomes_the_gumbel_quantile(traced: bool) -> None:
-    """Within two units in the last place, of numbers below 1 of those at 1."""
+    """The difference is at most two units in the last place; of numbers below 1, of those at 1."""
     edges = [0, 1, 2, 255, 256, 2**20 - 1, 2**20, 2**31 - 1, 2**31, 2**31 + 1, 2**32 - 256, 2**32 - 2, 2**32 - 1]
     words = edges + [random.Random(0).getrandbits(32) for _ in range(300_000)]
     high, low = (torch.tensor([word >> shift & LIMB for word in words], dtype=torch.int32) for shift in (16, 0))
@@ -86,7 +86,7 @@ def test_every_word_becomes_the_gumbel_quantile(traced: bool) -> None:
     assert torch.isfinite(got).all() and float(got.max()) < 22.9 and float(got.min()) > -2.9
 
 
-def test_noise_does_not_depend_on_its_neighbours() -> None:
+def test_noise_does_not_depend_on_other_rows() -> None:
     whole = noise.gumbel(keys(5, 6, 7), positions([3, 4, 5], [9, 8, 7], [0, 0, 1]), 300)
     alone = noise.gumbel(keys(6), positions([8]), 300)
     assert torch.equal(whole[1, 1], alone[0, 0])
@@ -114,8 +114,8 @@ def test_words_are_the_same_where_integers_go_through_float32() -> None:
     assert SCALE // 2 < seen.largest < SCALE
 
 
-def test_integers_through_float32_do_spoil_what_is_larger() -> None:
-    """The check itself: a product of whole words is not exact there."""
+def test_the_float32_check_detects_larger_integers() -> None:
+    """A check of the check: a product of 32-bit words is not exact in float32."""
     words = torch.tensor([0x7FEB352D, 12345679], dtype=torch.int32)
     with IntegersThroughFloat32():
         assert not torch.equal(words * 3, torch.tensor([0x7FEB352D * 3 - (1 << 32), 12345679 * 3], dtype=torch.int32))
@@ -184,7 +184,9 @@ OTHERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def pair_pvalues(name: str) -> list[float]:
-    """One stream of 2^21 words beside another: pairs of bits at four places, the difference, and the correlation."""
+    """One stream of 2^21 words compared with another: pairs of bits at four places, the difference, and the
+    correlation.
+    """
     ids = torch.arange(DRAWS, dtype=torch.int32)
     one, other = along_ids().numpy(), OTHERS[name](ids).numpy()
     pvalues = [chi_square((one >> shift & 0xF) << 4 | (other >> shift & 0xF)) for shift in (0, 12, 16, 28)]
@@ -221,7 +223,7 @@ def test_rows_streams_and_positions_are_independent_of_each_other() -> None:
     assert min(pvalues) > 1e-3 / len(pvalues)
 
 
-def test_uniforms_fill_the_unit_interval_without_its_end() -> None:
+def test_uniforms_fill_the_unit_interval_excluding_1() -> None:
     draws = noise.uniform(keys(3), torch.arange(DRAWS, dtype=torch.int32).unsqueeze(0), noise.ACCEPT)[0].double()
     assert 0 <= float(draws.min()) < 1e-5
     assert 1 - 1e-5 < float(draws.max()) < 1
@@ -234,7 +236,7 @@ def test_seeds_are_distinguished_in_all_64_bits() -> None:
     assert len({tuple(row.tolist()) for row in rows}) == 64
 
 
-def test_no_seed_is_a_window_of_another() -> None:
+def test_no_seed_is_a_shifted_copy_of_another() -> None:
     """The first words of 20,000 seeds at 64 positions: none comes twice, as a shifted copy would."""
     words = [along_windows(first) for first in range(0, 20_000, 2_000)]
     found = np.concatenate(words)
@@ -251,7 +253,7 @@ def along_windows(first: int) -> np.ndarray:
     return (word[..., 0] << 31 ^ word[..., 1]).flatten().numpy()
 
 
-def test_calls_with_seeds_that_follow_each_other_share_no_rows() -> None:
+def test_calls_with_consecutive_seeds_share_no_rows() -> None:
     """Counting over seeds and rows counts independent draws: the distribution of the choice among 8 equal tokens."""
     rows = [row_seed(seed, row) for seed in range(60) for row in range(64)]
     assert len(set(rows)) == len(rows) and [row_seed(seed, 0) for seed in range(60)] == list(range(60))

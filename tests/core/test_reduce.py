@@ -42,20 +42,20 @@ def test_argmax_of_nan_is_a_legal_id() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 100, 8193])
-def test_argmax_of_equals_is_the_first_id_and_of_the_last_largest_the_last(size: int) -> None:
+def test_argmax_ties_go_to_the_first_id_and_last_argmax_ties_to_the_last(size: int) -> None:
     assert int(reduce.argmax(torch.zeros(size))) == 0
     assert int(reduce.argmax(torch.arange(size, dtype=torch.float32))) == size - 1
 
 
 @given(scores, st.integers(1, 14))
-def test_the_largest_stand_with_all_that_equal_the_smallest_of_them(values: list[float], keep: int) -> None:
+def test_top_k_mask_keeps_all_ties_of_its_smallest_value(values: list[float], keep: int) -> None:
     got = reduce.topk_mask(torch.tensor([values], dtype=torch.float32), torch.tensor([float(keep)]))
     border = values[ranked(values)[:keep][-1]]
     assert got[0].tolist() == [value >= border for value in values]
 
 
 @given(scores, st.integers(1, 12))
-def test_exactly_count_of_the_largest_are_the_first_of_a_stable_sort(values: list[float], count: int) -> None:
+def test_exact_top_k_equals_a_stable_sort(values: list[float], count: int) -> None:
     count = min(count, len(values))
     rows = torch.tensor([values], dtype=torch.float32)
     got = reduce.first_of_largest(rows, rows.sort(descending=True).values[:, count - 1 : count], count)

@@ -39,7 +39,7 @@ def drawn(q: Tensor, sampling: SamplingTensors) -> Tensor:
 
 
 def one(p: Tensor, drafts: Tensor, q: Tensor | None, *, sampling: SamplingTensors) -> Accepted:
-    """The verdict on one draft per trial; the row behind it has the same distribution."""
+    """The verdict on one draft per trial; the row after it has the same distribution."""
     count = len(drafts)
     proposal = Proposal(drafts, None, None if q is None else q.expand(count, 1, len(q)))
     return decide(Reject(), proposal, probs=p.expand(count, 2, len(p)), positions=places(count, 2), sampling=sampling)
@@ -49,7 +49,7 @@ def first(proposal: Proposal, verdict: Accepted) -> np.ndarray:
     return committed(proposal, verdict)[:, :1].numpy()
 
 
-def test_golden_acceptance_residual_and_law() -> None:
+def test_acceptance_residual_and_distribution_match_golden_values() -> None:
     sampling = trials()
     drafts = drawn(Q, sampling)
     verdict = one(P, drafts, Q, sampling=sampling)
@@ -63,7 +63,7 @@ def test_golden_acceptance_residual_and_law() -> None:
 
 
 @pytest.mark.parametrize("draft", range(4))
-def test_an_undrawn_draft_is_a_point_mass(draft: int) -> None:
+def test_a_draft_that_was_not_sampled_is_a_point_mass(draft: int) -> None:
     sampling = trials()
     drafts = torch.full((TRIALS, 1), draft, dtype=torch.int32)
     verdict = one(P, drafts, None, sampling=sampling)
@@ -77,7 +77,7 @@ def test_an_undrawn_draft_is_a_point_mass(draft: int) -> None:
     [(P, Q, 1, 2 / 3), (torch.tensor([0.5, 0.5]), torch.tensor([0.6, 0.4]), 0, 5 / 6)],
     ids=["four tokens", "two tokens"],
 )
-def test_an_argmax_draft_scored_with_a_softmax_law_is_seen(p: Tensor, q: Tensor, draft: int, wrong: float) -> None:
+def test_an_argmax_draft_with_softmax_probabilities_is_detected(p: Tensor, q: Tensor, draft: int, wrong: float) -> None:
     """The classic mistake; the figures are those that other code bases show."""
     sampling = trials()
     drafts = torch.full((TRIALS, 1), draft, dtype=torch.int32)
@@ -87,7 +87,7 @@ def test_an_argmax_draft_scored_with_a_softmax_law_is_seen(p: Tensor, q: Tensor,
     assert misfit(out, p.double().numpy()) < 1e-6
 
 
-def test_golden_acceptance_of_sample_and_match() -> None:
+def test_sample_and_match_acceptance_matches_golden_values() -> None:
     """.335 for an independent draw, .40 for the argmax; and exact in distribution for both."""
     sampling = trials()
     choices = probs.sample_tokens(P.log().expand(TRIALS, 2, 4), places(TRIALS, 2), sampling)
@@ -106,7 +106,7 @@ def test_coupled_drafts_are_accepted_nearly_as_often_as_by_rejection() -> None:
     assert (1 - distance) / (1 + distance) <= rate <= 1 - distance
 
 
-def test_no_uniform_accepts_what_the_target_cannot_say(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_with_target_probability_zero_is_never_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(noise, "uniform", lambda _keys, where, _stream: torch.zeros(where.shape))
     p = torch.tensor([0.0, 1.0])
     for q in (None, torch.tensor([0.5, 0.5])):
@@ -115,7 +115,7 @@ def test_no_uniform_accepts_what_the_target_cannot_say(monkeypatch: pytest.Monke
         assert verdict.token.tolist() == [1] * 100
 
 
-def test_a_draft_the_drafter_could_not_have_drawn_is_refused() -> None:
+def test_a_draft_with_draft_probability_zero_is_rejected() -> None:
     verdict = one(
         P, torch.zeros(1000, 1, dtype=torch.int32), torch.tensor([0.0, 0.5, 0.25, 0.25]), sampling=trials(1000)
     )
@@ -152,14 +152,14 @@ def test_a_recovered_token_is_in_the_vocabulary(size: int) -> None:
     assert bool(((empty.token >= 0) & (empty.token < size)).all())
 
 
-def test_ids_the_draft_lacks_come_through_the_residual() -> None:
+def test_ids_missing_in_the_draft_come_from_the_residual() -> None:
     q = torch.tensor([0.5, 0.5, 0.0, 0.0])  # a draft of two ids, padded to the target's four
     sampling = trials()
     drafts = drawn(q, sampling)
     assert misfit(first(Proposal(drafts), one(P, drafts, q, sampling=sampling)), P.double().numpy()) > 1e-3
 
 
-def test_padding_is_refused_without_taking_mass_from_the_target() -> None:
+def test_padding_is_rejected_and_keeps_the_targets_distribution() -> None:
     sampling = trials()
     for q in (None, Q):
         verdict = one(P, torch.full((TRIALS, 1), PAD, dtype=torch.int32), q, sampling=sampling)
@@ -178,7 +178,7 @@ def test_greedy_accepts_the_argmax_only_and_emits_it_at_a_mismatch() -> None:
             assert verdict.token.tolist() == [1] * 64
 
 
-def test_the_joint_law_of_a_chain_is_the_target_s() -> None:
+def test_the_joint_distribution_of_a_chain_is_the_targets() -> None:
     """Three drafts of different distributions, ragged by padding, against a product of distributions."""
     generator = torch.Generator().manual_seed(3)
     p = torch.softmax(torch.randn(4, 5, generator=generator), -1)
@@ -199,7 +199,7 @@ def test_the_joint_law_of_a_chain_is_the_target_s() -> None:
     assert bool((out[::7, 1] == PAD).all())
 
 
-def test_two_drafts_are_judged_one_after_the_other() -> None:
+def test_sibling_drafts_are_tested_in_order() -> None:
     """Rule C14: 10/9 accepted in the example of Sun et al., 2403.10444; judged as a block it would be 11/9."""
     p, q = torch.tensor([1 / 3, 2 / 3]), torch.tensor([2 / 3, 1 / 3])
     sampling, where = trials(), places(TRIALS, 3)

@@ -45,7 +45,7 @@ from paceline.core.types import SamplingKind
     ],
     ids=str,
 )
-def test_values_out_of_range_are_refused_by_name(values: dict[str, float], message: str) -> None:
+def test_out_of_range_values_are_rejected_by_name(values: dict[str, float], message: str) -> None:
     with pytest.raises(SamplingError) as caught:
         Sampling(**values)  # type: ignore[arg-type]
     assert message in str(caught.value) and [caught.value.param] == [*values]
@@ -53,21 +53,21 @@ def test_values_out_of_range_are_refused_by_name(values: dict[str, float], messa
 
 
 @pytest.mark.parametrize("top_k", [1 << 24, 10**9, 10**30])
-def test_a_top_k_beyond_any_vocabulary_cuts_nothing(top_k: int) -> None:
+def test_a_top_k_above_the_vocabulary_size_filters_nothing(top_k: int) -> None:
     logits = torch.randn(1, 3, 40, generator=torch.Generator().manual_seed(0))
     off, huge = (sampling_tensors([Sampling(temperature=1.0, top_k=k)]) for k in (0, top_k))
     assert probs.probabilities(logits, huge).equal(probs.probabilities(logits, off))
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_the_least_temperature_is_greedy_whatever_is_cut(sign: int) -> None:
+def test_the_smallest_temperature_is_greedy_with_any_filter(sign: int) -> None:
     logits = sign * torch.randn(2, 3, 40, generator=torch.Generator().manual_seed(0)).abs() * 1e4
     asked = sampling_tensors([Sampling(temperature=1e-20, top_k=5), Sampling(temperature=1e-20, top_p=0.9)])
     positions = torch.arange(6, dtype=torch.int32).view(2, 3)
     assert torch.equal(probs.sample_tokens(logits, positions, asked), logits.argmax(-1).to(torch.int32))
 
 
-def test_top_k_of_one_draws_among_equals_at_the_top_and_temperature_0_takes_the_lowest() -> None:
+def test_top_k_1_samples_among_ties_and_temperature_0_takes_the_lowest_id() -> None:
     logits, seeds = torch.tensor([[[1.0, 3.0, 2.0, 3.0]]]).expand(64, -1, -1), range(64)
     where = torch.zeros(64, 1, dtype=torch.int32)
     drawn = sampling_tensors([Sampling(temperature=1.0, top_k=1, seed=seed) for seed in seeds])
@@ -84,18 +84,18 @@ def test_the_least_top_p_is_greedy() -> None:
     assert torch.equal(probs.sample_tokens(logits, positions, asked), logits.argmax(-1).to(torch.int32))
 
 
-def test_at_the_highest_temperature_what_is_banned_stays_banned() -> None:
+def test_banned_tokens_stay_banned_at_the_highest_temperature() -> None:
     logits = torch.full((1, 1, 40), reduce.NEGATIVE)
     logits[..., 17:19] = torch.tensor([3.0, -3.0])
     found = probs.probabilities(logits, sampling_tensors([Sampling(temperature=1e20)]))
     assert found[0, 0, 17:19].tolist() == [0.5, 0.5] and found.sum() == 1
 
 
-def test_the_default_is_greedy_and_cuts_nothing() -> None:
+def test_the_default_is_greedy_without_filters() -> None:
     assert param_row(Sampling()) == [0.0, 0.0, 1.0, 0.0]
 
 
-def test_a_seed_is_four_limbs_and_no_two_are_alike() -> None:
+def test_seeds_map_to_distinct_16_bit_halves() -> None:
     """The first output of SplitMix64 for seed 0 is 0xE220A8397B1DCDAF."""
     assert seed_row(0) == [0xCDAF, 0x7B1D, 0xA839, 0xE220]
     assert seed_row(-1) == seed_row((1 << 64) - 1)
@@ -130,13 +130,13 @@ KINDS: list[tuple[dict[str, float], SamplingKind]] = [
 
 
 @pytest.mark.parametrize(("values", "kind"), KINDS, ids=str)
-def test_the_kind_of_a_request_is_that_of_its_tensors(values: dict[str, float], kind: SamplingKind) -> None:
+def test_the_sampling_mode_of_a_request_is_that_of_its_tensors(values: dict[str, float], kind: SamplingKind) -> None:
     one = Sampling(**values)  # type: ignore[arg-type]
     made = sampling_tensors([one])
     assert kind_of(one) == kind_of_params(made.params) == made.kind == kind
 
 
-def test_a_batch_has_the_widest_kind_of_its_rows() -> None:
+def test_a_batch_has_the_widest_sampling_mode_of_its_rows() -> None:
     rows = [Sampling(**values) for values, _ in KINDS]  # type: ignore[arg-type]
     for last in range(1, len(rows) + 1):
         kinds = [kind for _, kind in KINDS[:last]]
@@ -145,7 +145,7 @@ def test_a_batch_has_the_widest_kind_of_its_rows() -> None:
         assert widest(reversed(kinds)) == kinds[-1]
 
 
-def test_the_kinds_are_in_order_and_no_rows_at_all_are_greedy() -> None:
+def test_sampling_modes_are_ordered_and_an_empty_batch_is_greedy() -> None:
     assert SAMPLING_KINDS == ("greedy", "top-k", "full", "wide")
     assert widest([]) == "greedy" and widest(SAMPLING_KINDS) == "wide"
     assert kind_of_params(torch.zeros(0, 4)) == "greedy"

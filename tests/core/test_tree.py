@@ -24,7 +24,7 @@ def way_up(parents: tuple[int, ...], node: int) -> list[int]:
 
 
 @given(trees())
-def test_depths_and_ancestors_are_the_way_up(parents: tuple[int, ...]) -> None:
+def test_depths_and_ancestors_follow_the_parents(parents: tuple[int, ...]) -> None:
     tree.check(parents)
     ways = [way_up(parents, node) for node in range(len(parents))]
     assert tree.depths(parents) == tuple(len(way) for way in ways)
@@ -34,7 +34,7 @@ def test_depths_and_ancestors_are_the_way_up(parents: tuple[int, ...]) -> None:
     assert tree.is_chain(parents) == (list(parents) == list(range(-1, len(parents) - 1)))
 
 
-def test_a_chain_hangs_every_node_on_the_one_before() -> None:
+def test_every_node_of_a_chain_is_the_child_of_the_one_before() -> None:
     assert tree.chain(0) == ()
     assert tree.chain(4) == (-1, 0, 1, 2)
 

@@ -20,10 +20,10 @@ def test_a_value_is_frozen_and_takes_no_new_fields(value: object) -> None:
         value.extra = 1  # type: ignore[attr-defined]
 
 
-def test_no_token_is_not_a_token() -> None:
+def test_pad_is_not_a_token_id() -> None:
     assert PAD < 0
 
 
-def test_a_proposal_is_an_undrawn_chain_unless_it_says_otherwise() -> None:
+def test_a_proposal_defaults_to_a_chain_without_probabilities() -> None:
     assert Proposal(ONE).parents is None
     assert Proposal(ONE).draft_probs is None

@@ -62,7 +62,7 @@ def cases(draw: st.DrawFn) -> tuple[tuple[int, ...] | None, list[list[int]], Ten
 
 
 @given(cases(), st.sampled_from([Typical(), Typical(0.3, 0.5), Typical(0.5, 0.9)]))
-def test_the_longest_plausible_path_stands(
+def test_the_longest_typical_path_is_accepted(
     case: tuple[tuple[int, ...] | None, list[list[int]], Tensor], rule: Typical
 ) -> None:
     parents, drafts, distribution = case
@@ -89,7 +89,7 @@ def test_a_separate_tree_for_every_slot() -> None:
     assert verdict.token.tolist() == [1, 2]
 
 
-def test_an_undecided_target_takes_everything_and_a_decided_one_its_own_choice_only() -> None:
+def test_a_flat_target_accepts_everything_and_a_peaked_one_its_argmax_only() -> None:
     drafts = ints([4, 3, 2, 1])
     choices = ints([0, 0, 0, 0, 0])
     flat = torch.full((1, 5, V), 1 / V)
@@ -101,7 +101,9 @@ def test_an_undecided_target_takes_everything_and_a_decided_one_its_own_choice_o
 
 
 @given(cases())
-def test_at_temperature_0_it_is_match(case: tuple[tuple[int, ...] | None, list[list[int]], Tensor]) -> None:
+def test_typical_acceptance_at_temperature_0_is_match(
+    case: tuple[tuple[int, ...] | None, list[list[int]], Tensor],
+) -> None:
     parents, drafts, distribution = case
     for row in drafts:  # children of one node with the same token would see one text, and one distribution
         met: set[tuple[int, int]] = set()
@@ -119,7 +121,7 @@ def test_at_temperature_0_it_is_match(case: tuple[tuple[int, ...] | None, list[l
 
 
 @pytest.mark.parametrize(("rule", "exact"), [("match", True), ("typical", False)])
-def test_the_law_of_the_text_shows_that_typical_is_lossy(rule: str, exact: bool) -> None:
+def test_typical_acceptance_changes_the_distribution(rule: str, exact: bool) -> None:
     """A target that draws evenly among four tokens, and a drafter that always says the first of them."""
     count = 4000
     sampling = sampling_tensors([Sampling(temperature=1.0, seed=seed) for seed in range(count)])
@@ -137,7 +139,7 @@ def test_the_law_of_the_text_shows_that_typical_is_lossy(rule: str, exact: bool)
     assert p > 1e-3 if exact else p < 1e-9
 
 
-def test_thresholds_out_of_range_are_refused() -> None:
+def test_thresholds_out_of_range_are_rejected() -> None:
     for wrong in ({"epsilon": 0.0}, {"epsilon": 1.0}, {"alpha": -0.1}, {"alpha": float("nan")}):
         with pytest.raises(ConfigurationError, match="between 0 and 1"):
             Typical(**wrong)

@@ -63,7 +63,7 @@ MODES: dict[str, Make] = {
 def generator(
     workshop: Workshop, mode: str, folder: Path, *, backend: str, buckets: Sequence[int]
 ) -> SpeculativeGenerator:
-    """In a mode, over decoders of four slots with graphs for so many of them."""
+    """Run in a mode, over decoders of four slots with graphs for these batch sizes."""
     small, target = (
         fresh(workshop.checkpoint(role), backend=backend, batch_size=list(buckets)) for role in ("draft", "target")
     )
@@ -90,7 +90,7 @@ class Arrivals:
 
 
 def texts(made: SpeculativeGenerator, setting: str) -> list[list[int]]:
-    """What the prompts become, six in four slots."""
+    """Results of the prompts, six in four slots."""
     requests = [
         Request(index, tuple(prompt), replace(SETTINGS[setting], seed=index), len(prompt) + length)
         for index, (prompt, length) in enumerate(zip(PROMPTS, LENGTHS, strict=True))
@@ -125,7 +125,7 @@ def watch(monkeypatch: pytest.MonkeyPatch, target: CompiledDecoder) -> list[tupl
 
 
 def bucket(seated: int) -> int:
-    """The smallest of 1, 2 and 4 that holds so many requests."""
+    """The smallest of 1, 2 and 4 that holds the requests."""
     return 1 << (seated - 1).bit_length()
 
 

@@ -1,4 +1,4 @@
-"""Small checkpoints in every format, for the tests of weights; no tests in here."""
+"""Small checkpoints in every format, for the tests of weights; no tests."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What the tests of the native kernels share."""
+"""Shared by the tests of the native kernels."""
 
 from __future__ import annotations
 

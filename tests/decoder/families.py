@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of every family, made by transformers; no tests in here."""
+"""Tiny random checkpoints of every family, made by transformers; no tests."""
 
 from __future__ import annotations
 
@@ -354,7 +354,7 @@ def network(name: str, *, layers: int = 3, **changes: object) -> PreTrainedModel
 
 
 def save_pair(folder: Path, name: str, *, layers: int = 3) -> tuple[Path, Path]:
-    """``folder/target`` of so many layers and ``folder/draft``, the first of them alone."""
+    """``folder/target`` of ``layers`` layers and ``folder/draft``, its first layer."""
     target, draft = network(name, layers=layers), network(name, layers=1)
     sizes = {label: tensor.shape for label, tensor in draft.state_dict().items()}
     own = {label: tensor for label, tensor in target.state_dict().items() if sizes.get(label) == tensor.shape}

@@ -1,5 +1,5 @@
 """Tiny models of every family as GGUF files: llama.cpp's names of tensors are the gguf package's table, the rest is
-written here as llama.cpp's converter does it; no tests in here.
+written as llama.cpp's converter does it; no tests.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tiny Llama models as GGUF files, written with the `gguf` package as llama.cpp's converter would; no tests in here."""
+"""Tiny Llama models as GGUF files, written with the `gguf` package as llama.cpp's converter would; no tests."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def network(*, tied: bool = False, bias: bool = False, rope: Mapping[str, object
 
 
 def gguf_name(name: str) -> str:
-    """What llama.cpp calls a tensor of Hugging Face."""
+    """llama.cpp's name of a tensor of Hugging Face."""
     stem, _, kind = name.rpartition(".")
     layer = ""
     if stem.startswith("model.layers."):
@@ -68,7 +68,7 @@ def gguf_name(name: str) -> str:
 
 
 def permuted(name: str, tensor: NDArray[Any]) -> NDArray[Any]:
-    """As llama.cpp's converter orders the rows of queries and keys."""
+    """Order the rows of queries and keys as llama.cpp's converter does."""
     heads = {"q_proj": HEADS, "k_proj": KEY_HEADS}.get(name.split(".")[-2])
     if heads is None:
         return tensor

@@ -1,4 +1,4 @@
-"""Generators with random Medusa and EAGLE heads over a tiny target, the same for every backend; no tests in here."""
+"""Generators with random Medusa and EAGLE heads over a tiny target, the same for every backend; no tests."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """llama.cpp's greedy tokens, in float32: python llama_cpp_greedy.py COUNT FILE... ; token ids of a text on standard
 input, separated by spaces. Answers a line for each file, or "error": the most probable token after every token of the
-text, and then COUNT more of their own.
+text, and then COUNT more of the continuation.
 
 Runs where `llama_cpp` is installed. The cache is float32 and attention is computed as written.
 """

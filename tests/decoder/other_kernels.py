@@ -1,4 +1,4 @@
-"""The kernels, compiled as for a processor that has fewer instructions; no tests in here."""
+"""The kernels, compiled as for a processor that has fewer instructions; no tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The steps that compilers are given, over tiny decoders, with inputs for them; no tests in here."""
+"""The steps that compilers are given, over tiny decoders, with inputs for them; no tests."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ SAME = VocabMap(VOCABULARY, VOCABULARY)
 def traceable(
     decoder: Any, *, layout: Layout = WHOLE, rank: int = 0, kernels: TraceableKernels | None = None
 ) -> ModelWithCache:
-    """A decoder's model, or a rank's part of it, anew and over the kernels of graphs."""
+    """A decoder's model, or a rank's shard of it, built again over the kernels of graphs."""
     options = replace(decoder.options, layout=layout)
     group = DeviceGroup(layout.degree) if layout.degree > 1 else SingleRank()
     kernels = kernels or TraceableKernels()
@@ -81,7 +81,7 @@ def draft(body: ModelWithCache, bucket: int, *, vocabulary: VocabMap = SAME, **o
 
 
 def fused(body: ModelWithCache, reach: int, *, kind: SamplingKind = "full") -> nn.Module:
-    """A model that drafts for its copy, which has a cache of its own."""
+    """A model that drafts for its copy; the copy has a separate cache."""
     return FusedStep(draft(deepcopy(body), reach, drawn=False, kind=kind), verify(body, reach, kind=kind))
 
 

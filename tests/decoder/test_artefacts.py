@@ -1,4 +1,4 @@
-"""The cache of compiled things: complete or absent, built once, whoever fails or dies in between."""
+"""The cache of compiled things: complete or absent, built once, whichever process fails or dies in between."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def never(folder: Path) -> None:
     raise AssertionError("it is in the cache")
 
 
-def test_what_is_built_is_found_and_not_built_again(tmp_path: Path) -> None:
+def test_a_built_artefact_is_found_and_not_built_again(tmp_path: Path) -> None:
     assert cache.find(tmp_path, FACTS) is None
     folder = cache.ensure(tmp_path, FACTS, made)
     assert (folder / "thing").read_text() == "whole"
@@ -163,8 +163,8 @@ def test_a_copy_is_an_artefact(tmp_path: Path) -> None:
     assert (found / "thing").read_text() == "whole"
 
 
-def test_a_copy_onto_itself_is_no_copy(tmp_path: Path) -> None:
-    """As `load(folder)` and then `save(folder)`."""
+def test_a_copy_onto_itself_changes_nothing(tmp_path: Path) -> None:
+    """Copies are as if made by `load(folder)` and then `save(folder)`."""
     folder = cache.ensure(tmp_path, FACTS, made)
     cache.copy(folder, tmp_path)
     assert cache.find(tmp_path, FACTS) == folder and (folder / "thing").read_text() == "whole"

@@ -24,7 +24,7 @@ FEW = ("several plain steps", "model, two graphs", "model, of several lengths", 
 @pytest.mark.parametrize(
     "mode", [pytest.param(name, marks=() if name in FEW else pytest.mark.full) for name in batched.MODES]
 )
-def test_tokens_are_those_of_plain_decoding(
+def test_batch_buckets_change_no_token(
     workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     """Requests join and leave, so that rounds take more slots and fewer."""
@@ -70,7 +70,7 @@ def test_a_prompt_that_moved_is_still_shared(workshop: Workshop) -> None:
 
 
 @pytest.mark.parametrize(("size", "buckets"), [(1, (1,)), (6, (1, 2, 4, 6)), ([6], (6,)), ([2, 6], (2, 6))])
-def test_a_number_gives_powers_of_two_and_a_list_itself(size: int | list[int], buckets: tuple[int, ...]) -> None:
+def test_a_number_gives_powers_of_two_and_a_list_is_kept(size: int | list[int], buckets: tuple[int, ...]) -> None:
     options = decoder_options(LoadOptions(batch_size=size, amp="f32"), 64)
     assert (options.batch_size, options.batch_buckets) == (buckets[-1], buckets)
 

@@ -1,4 +1,4 @@
-"""Choices of a blueprint, each by itself, against plain PyTorch; and which layers kernels compute as a whole."""
+"""Each option of a blueprint against plain PyTorch; and which layers use fused kernels."""
 
 from __future__ import annotations
 
@@ -83,9 +83,9 @@ def run(model: DecoderModel, layers: int = 1) -> Tensor:
         (Blueprint(windows=(3,)), ["mlp"]),
         (Blueprint(score_cap=2.0), ["mlp"]),
         (Blueprint(query_scale=0.2), ["mlp"]),
-        (Blueprint(turned=0.67), ["mlp"]),
-        (Blueprint(turned=0.0), ["mlp"]),
-        (Blueprint(unturned=(True,)), ["mlp"]),
+        (Blueprint(rotated_share=0.67), ["mlp"]),
+        (Blueprint(rotated_share=0.0), ["mlp"]),
+        (Blueprint(unrotated=(True,)), ["mlp"]),
         (Blueprint(alibi=True), ["mlp"]),
         (Blueprint(norm="layer"), []),
         (Blueprint(norms="both"), []),
@@ -95,7 +95,7 @@ def run(model: DecoderModel, layers: int = 1) -> Tensor:
         (Blueprint(parallel=True, shared_norm=True), []),
     ],
 )
-def test_what_is_no_different_from_llama_is_computed_as_a_whole(plan: Blueprint, asked: list[str]) -> None:
+def test_llama_like_layers_use_the_fused_kernels(plan: Blueprint, asked: list[str]) -> None:
     kernels = Counting()
     run(network(plan, kernels))
     assert kernels.asked == asked
@@ -129,7 +129,7 @@ def reference(plan: Blueprint) -> Tensor:
     if plan.head_norms in ("head", "own"):
         ones = torch.ones(6)
         q, k = norm(q, ones) * own["self_attn.q_norm"], norm(k, ones) * own["self_attn.k_norm"]
-    if not plan.unturned:
+    if not plan.unrotated:
         q, k = turn(q), turn(k)
     k, v = (side.repeat_interleave(2, 1) for side in (k, v))
     mixed = F.scaled_dot_product_attention(
@@ -163,7 +163,7 @@ CHOICES = {
     "a norm of each head": Blueprint(head_norms="head"),
     "a norm of its own for each head": Blueprint(head_norms="own"),
     "a norm over all heads": Blueprint(head_norms="whole"),
-    "no rotation": Blueprint(unturned=(True,)),
+    "no rotation": Blueprint(unrotated=(True,)),
     "scaled scores": Blueprint(query_scale=0.3),
     "scaled embeddings": Blueprint(embedding_scale=3.0),
     "scaled residuals": Blueprint(residual_scale=0.3),
@@ -173,7 +173,7 @@ CHOICES = {
 
 
 @pytest.mark.parametrize("name", CHOICES)
-def test_a_choice_is_what_plain_pytorch_computes(name: str) -> None:
+def test_every_blueprint_option_equals_plain_pytorch(name: str) -> None:
     plan = CHOICES[name]
     torch.testing.assert_close(run(network(plan))[0], reference(plan), atol=1e-5, rtol=1e-5)
     if name != "llama":
@@ -182,7 +182,7 @@ def test_a_choice_is_what_plain_pytorch_computes(name: str) -> None:
 
 def test_layers_may_differ_in_rotation() -> None:
     """A layer that does not turn, before one that does: neither of the two that are alike."""
-    every = {plan: run(network(replace(Blueprint(), unturned=plan), layers=2), 2)
+    every = {plan: run(network(replace(Blueprint(), unrotated=plan), layers=2), 2)
              for plan in ((False, False), (True, True), (True, False), (False, True))}  # fmt: skip
     assert torch.equal(every[False, False], run(network(Blueprint(), layers=2), 2))
     assert len({tuple(x.flatten().tolist()) for x in every.values()}) == 4

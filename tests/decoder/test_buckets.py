@@ -79,10 +79,10 @@ def test_compile_makes_the_graphs_of_every_bucket(
     assert [decoder._steps for decoder in (draft, target)] == made
 
 
-def test_what_a_draft_missed_is_read_in_small_graphs_from_any_row_on(
+def test_skipped_commits_are_read_in_small_graphs_from_any_row(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While suffixes propose the model is not asked; then it reads a few tokens, for which 64 rows would be many."""
+    """The model is not called while suffixes propose; then it reads a few tokens, for which 64 rows would be many."""
     options = {"n_positions": [32, 64, 128], "context_length_estimate": 64}
     draft, target = (loaded(workshop.checkpoint(role), **options) for role in ("draft", "target"))
     prompts = [[3, 4, 5, 3, 4, 5, 3, 4], [7] * 30, list(range(20, 60))]

@@ -301,7 +301,7 @@ def load(folder: Path, **options: Any) -> SamplingDecoder:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_is_the_model_that_its_numbers_mean(tmp_path: Path, kind: str) -> None:
+def test_a_packed_checkpoint_equals_its_dequantised_model(tmp_path: Path, kind: str) -> None:
     form = KINDS[kind][1]
     for files in (1, 3) if "uneven" in kind or "packed" in kind else (1,):
         made, meant = save(tmp_path / str(files), kind, files=files)
@@ -319,7 +319,7 @@ def test_it_is_the_model_that_its_numbers_mean(tmp_path: Path, kind: str) -> Non
 @pytest.mark.parametrize(
     "kind", ["gptq", "awq", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("packed 8 bits", "block fp8"))]
 )
-def test_speculation_on_it_keeps_the_tokens(tmp_path: Path, kind: str) -> None:
+def test_speculation_on_a_packed_checkpoint_keeps_the_tokens(tmp_path: Path, kind: str) -> None:
     made, meant = save(tmp_path, kind)
     target, wishes = load(made), {"max_new_tokens": 20, "do_sample": True, "seed": 3}
     expected = load(meant).sample(PROMPTS, **wishes)
@@ -328,7 +328,7 @@ def test_speculation_on_it_keeps_the_tokens(tmp_path: Path, kind: str) -> None:
         assert torch.equal(SpeculativeGenerator(draft, target, k=3).sample(PROMPTS, **wishes), expected)
 
 
-def test_another_format_may_be_asked_of_it(tmp_path: Path) -> None:
+def test_a_packed_checkpoint_loads_in_another_format(tmp_path: Path) -> None:
     """Kept if it has the numbers, else made of the floats."""
     for kind, form, exact in (("gptq", "q4_0", True), ("awq", "q8_0", False), ("gptq 8 bits", "q4_0", False)):
         made, meant = save(tmp_path / kind, kind)
@@ -348,7 +348,7 @@ RECORDED: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "recor
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_numbers_are_those_of_the_library_that_wrote_them(tmp_path: Path, name: str) -> None:
+def test_dequantised_numbers_equal_those_of_the_library(tmp_path: Path, name: str) -> None:
     def tensor(entry: Mapping[str, Any]) -> Tensor:
         data = torch.frombuffer(bytearray(base64.b64decode(entry["data"])), dtype=torch.uint8)
         return data.view(getattr(torch, entry["dtype"])).view(entry["shape"])
@@ -387,7 +387,7 @@ def test_files_with_some_matrices_in_floats_load(tmp_path: Path, model: str, kin
     assert torch.equal(load(made).sample(PROMPTS, **wishes), load(meant).sample(PROMPTS, **wishes))
 
 
-def test_a_rank_whose_columns_are_no_whole_blocks_gets_floats(tmp_path: Path) -> None:
+def test_a_rank_with_partial_blocks_gets_floats(tmp_path: Path) -> None:
     made, meant = save(tmp_path, "gptq")
     config = ModelConfig.from_pretrained(made)
     shard = Shard(config, Layout(4, GQA.REPLICATED_HEADS), 3)
@@ -425,7 +425,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("words", OTHERS)
-def test_other_layouts_are_refused_by_name(tmp_path: Path, words: str) -> None:
+def test_unsupported_layouts_are_rejected_by_name(tmp_path: Path, words: str) -> None:
     tiny.network().config.save_pretrained(tmp_path)
     change(tmp_path, quantization_config=OTHERS[words])
     with pytest.raises(UnknownArchitectureError, match=f"quantization_config: expected .*, got {words}; use the"):
@@ -472,7 +472,7 @@ DAMAGED: list[tuple[str, dict[str, Tensor | None], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("kind", "parts", "error", "words"), DAMAGED)
-def test_damaged_ones_are_refused(
+def test_damaged_packed_checkpoints_are_rejected(
     tmp_path: Path, kind: str, parts: dict[str, Tensor | None], error: type[Exception], words: str
 ) -> None:
     made, _ = save(tmp_path, kind)
@@ -502,7 +502,7 @@ def test_settings_that_contradict_the_tensors_are_refused(
         load_weights(made, ModelConfig.from_pretrained(made), torch.float32)
 
 
-def test_families_that_store_matrices_turned_are_refused_by_name(tmp_path: Path) -> None:
+def test_families_with_transposed_matrices_are_rejected_by_name(tmp_path: Path) -> None:
     families.network("gpt2").save_pretrained(tmp_path)
     tensors, name = load_file(tmp_path / "model.safetensors"), "transformer.h.0.mlp.c_fc."
     parts, _ = gptq(tensors.pop(name + "weight").t(), group=16)

@@ -26,7 +26,7 @@ every_family = pytest.mark.parametrize("kind", MODEL_FAMILIES)
 
 
 def files_of(kind: str) -> Iterator[dict[str, Any]]:
-    """What transformers writes for a family, as it stands, and so that options count that others switch off."""
+    """Configurations that transformers writes for a family: unchanged, and with options that others switch off."""
     for family, fields in SHAPES.values():
         if family == kind:
             config = AutoConfig.for_model(
@@ -58,7 +58,7 @@ def others(value: object) -> list[object]:
 
 
 def seen(config: dict[str, Any]) -> str:
-    """What is read of a configuration, or that it is refused."""
+    """Values read from a configuration, or "refused"."""
     try:
         return ModelConfig.from_fields(Fields(config, "config.json")).fingerprint()
     except PacelineError:
@@ -66,7 +66,7 @@ def seen(config: dict[str, Any]) -> str:
 
 
 @every_family
-def test_every_key_of_transformers_is_understood_or_known_to_be_without_effect(kind: str) -> None:
+def test_every_transformers_key_is_read_or_known_to_have_no_effect(kind: str) -> None:
     files = [config for config in files_of(kind) if seen(config) != "refused"]
     keys = {key for config in files for key in config}
     noticed = {
@@ -84,7 +84,7 @@ def test_every_key_of_transformers_is_understood_or_known_to_be_without_effect(k
 
 
 @every_family
-def test_what_a_family_says_it_reads_it_reads(kind: str) -> None:
+def test_a_family_reads_the_keys_it_declares(kind: str) -> None:
     files = [config for config in files_of(kind) if seen(config) != "refused"]
     values = [1, 2, 3, 4, 8, 36, 64, 0.25, True, False, "relu", "gelu", [1], ["sliding_attention"] * 3, {"a": 1}]
     for key in registry.family(kind).keys:
@@ -99,7 +99,7 @@ def test_a_key_is_on_one_list() -> None:
 
 
 @pytest.mark.parametrize("key", NEUTRAL)
-def test_what_would_change_the_numbers_is_refused_where_it_is_not_read(key: str) -> None:
+def test_unread_keys_that_change_the_output_are_rejected(key: str) -> None:
     config = next(files_of("mistral"))
     assert key not in registry.family("mistral").keys
     value = NEUTRAL[key]
@@ -158,7 +158,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, object]]] = {
         ("mixtral", {"num_experts_per_tok": 5}, "at most 4 active experts per token, got 5"),
     ],
 )
-def test_experts_that_cannot_be_chosen_are_refused(kind: str, changes: dict[str, int], said: str) -> None:
+def test_impossible_expert_counts_are_rejected(kind: str, changes: dict[str, int], said: str) -> None:
     with pytest.raises(CheckpointError, match=said):
         ModelConfig.from_fields(Fields({**next(files_of(kind)), **changes}, "config.json"))
 

@@ -43,7 +43,7 @@ def loaded(folder: Path, **options: object) -> SamplingDecoder:
         ({"n_positions": 1}, (1,), (1,)),
     ],
 )
-def test_buckets_and_chunks(
+def test_decoder_has_the_given_buckets_and_chunks(
     workshop: Workshop, options: dict[str, object], kv_buckets: tuple[int, ...], chunks: tuple[int, ...]
 ) -> None:
     decoder = loaded(workshop.checkpoint(), **options)
@@ -62,7 +62,7 @@ def test_a_single_number_of_positions_gives_buckets_of_doubling_length(tmp_path:
 
 
 @pytest.mark.parametrize("amp", ["f32", "bf16", "f16"])
-def test_the_format_is_that_of_weights_and_cache(workshop: Workshop, amp: str) -> None:
+def test_amp_sets_the_format_of_weights_and_cache(workshop: Workshop, amp: str) -> None:
     decoder = loaded(workshop.checkpoint(), amp=amp)
     dtype = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}[amp]
     assert {p.dtype for p in decoder.body.parameters()} == {dtype}
@@ -94,7 +94,7 @@ def test_the_format_is_that_of_weights_and_cache(workshop: Workshop, amp: str) -
         ({"backend": "tpu"}, ["backend: ", "got 'tpu'", "eager, native"]),
     ],
 )
-def test_bad_options_are_refused_with_what_is_possible(
+def test_invalid_options_are_rejected_with_the_possible_values(
     workshop: Workshop, options: dict[str, object], parts: list[str]
 ) -> None:
     with pytest.raises(ConfigurationError) as caught:
@@ -107,7 +107,7 @@ def test_bad_options_are_refused_with_what_is_possible(
 
 
 @pytest.mark.parametrize("backend", ["eager", "native"])
-def test_weights_that_are_not_numbers(tmp_path: Path, backend: str) -> None:
+def test_nan_weights_are_rejected(tmp_path: Path, backend: str) -> None:
     network(layers=1).save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
@@ -118,7 +118,7 @@ def test_weights_that_are_not_numbers(tmp_path: Path, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["eager", "native"])
-def test_a_truncated_file(tmp_path: Path, backend: str) -> None:
+def test_a_truncated_file_is_rejected(tmp_path: Path, backend: str) -> None:
     network(layers=1).save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     os.truncate(file, file.stat().st_size - 100)
@@ -183,7 +183,7 @@ def test_a_decoder_serves_one_generation_at_a_time(workshop: Workshop) -> None:
     assert plain(target, {}) == known
 
 
-def test_a_refused_generation_leaves_the_holder_alone(workshop: Workshop) -> None:
+def test_a_rejected_generation_does_not_disturb_the_running_one(workshop: Workshop) -> None:
     target = workshop.decoder()
     with target.held_by("a"):
         for _ in range(2):
@@ -200,7 +200,7 @@ def test_a_refused_generation_leaves_the_holder_alone(workshop: Workshop) -> Non
 
 
 @pytest.mark.parametrize(("width", "fits"), [(1, True), (128, True), (129, False), (0, False), (-1, False)])
-def test_widths_of_a_window(workshop: Workshop, width: int, fits: bool) -> None:
+def test_a_window_has_every_supported_width(workshop: Workshop, width: int, fits: bool) -> None:
     decoder = workshop.decoder()
     if fits:
         decoder.check_width(width)
@@ -209,7 +209,7 @@ def test_widths_of_a_window(workshop: Workshop, width: int, fits: bool) -> None:
             decoder.check_width(width)
 
 
-def test_a_longer_prefill_graph_makes_no_window_wider(workshop: Workshop) -> None:
+def test_a_longer_prefill_graph_does_not_widen_windows(workshop: Workshop) -> None:
     decoder = copy.copy(workshop.decoder())
     decoder.options = replace(decoder.options, chunks=(256,))
     decoder.check_width(128)
@@ -217,7 +217,7 @@ def test_a_longer_prefill_graph_makes_no_window_wider(workshop: Workshop) -> Non
         decoder.check_width(129)
 
 
-def test_a_width_that_does_not_fit_is_refused_before_work(workshop: Workshop) -> None:
+def test_a_width_that_does_not_fit_is_rejected_before_work(workshop: Workshop) -> None:
     draft, target = workshop.pair()
     for k in (128, -1):
         with pytest.raises(ConfigurationError):

@@ -41,7 +41,7 @@ def ieee(bits: int) -> float:
 
 
 def numbers(data: Tensor) -> Tensor:
-    """What a chip reads in a matrix of e4m3."""
+    """Numbers that a chip reads in a matrix of e4m3."""
     return torch.tensor([ieee(bits) for bits in range(256)])[data.view(torch.uint8).long()]
 
 
@@ -75,7 +75,7 @@ def read(folder: Path, **options: Any) -> dict[str, QuantizedTensor]:
     return packed(load_weights(folder, ModelConfig.from_pretrained(folder), torch.float32, **options))
 
 
-def test_what_is_quantised_is_the_same_on_every_chip() -> None:
+def test_e4m3_quantisation_is_the_same_on_every_chip() -> None:
     weight = torch.randn(40, 64, generator=torch.Generator().manual_seed(0))
     made = quantize(weight, WeightFormat.FP8_E4M3)
     assert torch.equal(numbers(made.data), made.data.float())
@@ -85,7 +85,7 @@ def test_what_is_quantised_is_the_same_on_every_chip() -> None:
     assert ((made.dequantize() - weight).abs() <= weight.abs() / 16 * 1.0001)[normal].all()
 
 
-def test_a_checkpoint_with_larger_numbers_is_loaded_where_they_are_numbers(wide: Path) -> None:
+def test_e4m3_above_240_loads_on_backends_that_support_it(wide: Path) -> None:
     found = read(wide)
     assert [name for name, one in found.items() if one.beyond] == [WIDE]
     assert found[WIDE].data.float().abs().max() == 448
@@ -96,7 +96,7 @@ def test_a_checkpoint_with_larger_numbers_is_loaded_where_they_are_numbers(wide:
 
 @pytest.mark.parametrize("name", NEURON)
 @pytest.mark.parametrize("rank", [0, 1])
-def test_neuron_refuses_it_by_name_on_the_first_rank_too(wide: Path, name: str, rank: int) -> None:
+def test_neuron_rejects_e4m3_above_240_on_every_rank(wide: Path, name: str, rank: int) -> None:
     config = ModelConfig.from_pretrained(wide)
     found = read(wide, shard=Shard(config, Layout(2), rank))
     assert bool((found[WIDE].data.float().abs() > 240).any()) is (rank == 1)
@@ -106,7 +106,7 @@ def test_neuron_refuses_it_by_name_on_the_first_rank_too(wide: Path, name: str, 
         check_formats(name, found.values())
 
 
-def test_asked_for_by_name_it_keeps_to_240(wide: Path) -> None:
+def test_requested_e4m3_quantisation_stays_within_240(wide: Path) -> None:
     """The same weights, but for odd multiples of the smallest number."""
     before, after = read(wide), read(wide, quantization=FORM)
     for name, one in after.items():
@@ -126,7 +126,7 @@ def test_asked_for_by_name_it_keeps_to_240(wide: Path) -> None:
     assert torch.equal(torch.cat([part.dequantize() for part in parts], 1), new.dequantize())
 
 
-def test_it_decodes_like_the_checkpoint_as_it_is(wide: Path) -> None:
+def test_rescaled_e4m3_decodes_like_the_checkpoint(wide: Path) -> None:
     options: dict[str, Any] = {"backend": "eager", "amp": "f32", "context_length_estimate": [tiny.CHUNK]}
     texts = [
         AutoDecoder.from_pretrained(wide, quantization=asked, **options).sample([[5, 9, 13]], max_new_tokens=12)
@@ -138,7 +138,7 @@ def test_it_decodes_like_the_checkpoint_as_it_is(wide: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["window, tree", *(pytest.param(n, marks=pytest.mark.full) for n in ("prefill", "verify, reject, drawn"))]
 )
-def test_steps_over_it_are_graphs(original: Path, name: str) -> None:
+def test_steps_over_e4m3_are_exportable_graphs(original: Path, name: str) -> None:
     """A compiler is given the bytes, and the operators that widen them."""
     decoder = AutoDecoder.from_pretrained(
         original, backend="eager", amp="f32", batch_size=4, context_length_estimate=[tiny.CHUNK], quantization=FORM

@@ -1,4 +1,4 @@
-"""What a compiler is given: graphs of fixed shape, without a branch on data, in operations every backend has."""
+"""Graphs for compilers: fixed shapes, no branch on data, operations that every backend has."""
 
 from __future__ import annotations
 
@@ -141,14 +141,14 @@ def values(exported: ExportedProgram) -> list[Tensor]:
     return [x for x in flat if isinstance(x, Tensor)]
 
 
-def test_no_operation_that_a_backend_lacks_or_decides_by_itself(traced: Traced) -> None:
+def test_graphs_use_only_operations_of_every_backend(traced: Traced) -> None:
     called = {str(node.target) for node in traced[2].graph.nodes if node.op == "call_function"}
     assert called
     words = {target: target.removeprefix("aten.").split(".")[0] for target in called}
     assert not {target for target, word in words.items() if word in FORBIDDEN}
 
 
-def test_no_number_of_64_bits_but_the_indices_that_pytorch_asks_for(traced: Traced) -> None:
+def test_graphs_have_no_64_bit_numbers_except_pytorch_indices(traced: Traced) -> None:
     exported = traced[2]
     assert torch.float64 not in {value.dtype for value in values(exported)}
     wide = {
@@ -160,13 +160,13 @@ def test_no_number_of_64_bits_but_the_indices_that_pytorch_asks_for(traced: Trac
     assert wide <= {"to", "_to_copy", "view", "expand", "unsqueeze", "arange", "clamp", "sub", "add"}
 
 
-def test_nothing_is_infinite(traced: Traced) -> None:
+def test_graphs_have_no_infinite_constants(traced: Traced) -> None:
     for node in traced[2].graph.nodes:
         for argument in node.args:
             assert not (isinstance(argument, float) and abs(argument) == float("inf"))
 
 
-def test_weights_and_caches_are_state_and_nothing_else_is(traced: Traced) -> None:
+def test_only_weights_and_caches_are_state(traced: Traced) -> None:
     """A tensor made inside a step would travel with the package."""
     name, step, exported = traced
     named = {*dict(step.named_parameters(remove_duplicate=False)), *dict(step.named_buffers(remove_duplicate=False))}

@@ -58,7 +58,7 @@ def test_every_family_has_a_case() -> None:
 
 
 @every_family
-def test_logits_are_those_of_transformers(folders: dict[str, tuple[Path, Path]], name: str) -> None:
+def test_family_logits_equal_those_of_transformers(folders: dict[str, tuple[Path, Path]], name: str) -> None:
     """Prefill, single tokens, a window, a window once more with other tokens before it (a rollback), and a tree."""
     folder = folders[name][0]
     decoder, reference = loaded(folder, batch_size=2), wanted(folder, TEXT)
@@ -77,7 +77,7 @@ def test_logits_are_those_of_transformers(folders: dict[str, tuple[Path, Path]],
 
 
 @every_family
-def test_plain_and_drafted_give_the_greedy_text_of_transformers(
+def test_plain_and_speculative_greedy_texts_equal_transformers(
     folders: dict[str, tuple[Path, Path]], name: str
 ) -> None:
     target_folder, draft_folder = folders[name]
@@ -127,7 +127,7 @@ def test_plain_and_drafted_give_the_greedy_text_of_transformers(
         ),
     ],
 )
-def test_what_would_change_the_output_is_refused(
+def test_config_values_that_change_the_output_are_rejected(
     folders: dict[str, tuple[Path, Path]], tmp_path: Path, name: str, fields: dict[str, object], parts: list[str]
 ) -> None:
     known = json.loads((folders[name][0] / "config.json").read_text())
@@ -137,7 +137,7 @@ def test_what_would_change_the_output_is_refused(
     assert all(part in str(caught.value) for part in parts), str(caught.value)
 
 
-def test_a_damaged_pattern_of_layers_fills_no_memory(folders: dict[str, tuple[Path, Path]]) -> None:
+def test_a_damaged_layer_pattern_allocates_no_memory(folders: dict[str, tuple[Path, Path]]) -> None:
     known = json.loads((folders["gpt neo"][0] / "config.json").read_text())
     damaged = {**known, "attention_types": [[["global", "local"], 1 << 40]]}
     assert ModelConfig.from_fields(Fields(damaged, "config.json")).blueprint.windows == (0, WINDOW, 0)

@@ -98,14 +98,14 @@ MODES: dict[str, Make] = {
 CASES = list(zip(DIFFERENT, MODES, strict=False))
 
 
-def test_plain_decoding(family: Divided) -> None:
+def test_plain_decoding_of_every_family(family: Divided) -> None:
     for setting, wanted in family.wanted.items():
         assert tokens(family.target, setting) == wanted
     assert family.wanted["greedy"] != family.wanted["sampled"]
 
 
 @pytest.mark.parametrize(("family", "mode"), CASES, indirect=["family"], scope="module")
-def test_its_modes(family: Divided, tmp_path: Path, mode: str) -> None:
+def test_every_mode_keeps_the_tokens_of_a_family(family: Divided, tmp_path: Path, mode: str) -> None:
     generators = [MODES[mode](family, target, tmp_path) for target in (family.whole, family.target)]
     for setting, wanted in family.wanted.items():
         drafted = []

@@ -38,7 +38,7 @@ def loaded(path: Path, **options: object) -> SamplingDecoder:
 
 
 def theirs(path: Path) -> LlamaForCausalLM:
-    """What transformers makes of the same file."""
+    """Logits of transformers for the same file."""
     made: LlamaForCausalLM = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     made.generation_config.pad_token_id = 0
     return made.eval()
@@ -57,7 +57,7 @@ def check_logits(decoder: SamplingDecoder, model: LlamaForCausalLM, *, atol: flo
 
 
 @pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.name)
-def test_every_type_of_tensor_is_read_as_transformers_reads_it(tmp_path: Path, kind: Kind) -> None:
+def test_every_tensor_type_equals_transformers(tmp_path: Path, kind: Kind) -> None:
     path = write(tmp_path / "model.gguf", network(tied=kind is Kind.Q8_0), kind)
     judge = theirs(path)
     config = ModelConfig.from_pretrained(path)
@@ -71,7 +71,7 @@ def test_every_type_of_tensor_is_read_as_transformers_reads_it(tmp_path: Path, k
 
 @pytest.mark.parametrize("kind", [Kind.F32, Kind.Q4_1], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("degree", [2, 3, 4])
-def test_parts_of_ranks_are_parts_of_the_whole(tmp_path: Path, kind: Kind, degree: int) -> None:
+def test_rank_shards_are_slices_of_the_tensor(tmp_path: Path, kind: Kind, degree: int) -> None:
     path = write(tmp_path / "model.gguf", network(), kind)
     config = ModelConfig.from_pretrained(path)
     whole = checkpoint.load_weights(path, config, torch.float32)
@@ -89,7 +89,7 @@ def test_parts_of_ranks_are_parts_of_the_whole(tmp_path: Path, kind: Kind, degre
 
 
 @pytest.mark.parametrize("kind", [Kind.BF16, Kind.Q4_1, Kind.Q4_K], ids=lambda kind: kind.name)
-def test_columns_and_rows_may_begin_inside_of_a_block(tmp_path: Path, kind: Kind) -> None:
+def test_shards_may_start_inside_a_block(tmp_path: Path, kind: Kind) -> None:
     path = write(tmp_path / "model.gguf", network(), kind)
     with open_weight_file(path) as source:
         for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.down_proj.weight"):
@@ -111,7 +111,7 @@ def test_ranks_in_processes_give_the_same_tokens(tmp_path: Path) -> None:
         divided.close()
 
 
-def test_biases_are_ordered_like_the_rows_of_their_weights(tmp_path: Path) -> None:
+def test_biases_are_permuted_like_their_weights(tmp_path: Path) -> None:
     made = network(bias=True)
     path = write(tmp_path / "model.gguf", made)
     config = ModelConfig.from_pretrained(path)
@@ -126,7 +126,7 @@ LLAMA_3 = {
 
 
 def llama_3_factors(head_dim: int, theta: float) -> np.ndarray[Any, Any]:
-    """What the converter of llama.cpp writes as rope_freqs.weight for LLAMA_3."""
+    """Factors that llama.cpp's converter writes as rope_freqs.weight for LLAMA_3."""
     wavelengths = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
     smooth = (32 / wavelengths - 1.0) / (4.0 - 1.0)
     between = 1 / ((1 - smooth) / 8.0 + smooth)
@@ -170,7 +170,7 @@ SCALINGS: dict[str, tuple[Mapping[str, object], Mapping[str, object]]] = {
 
 
 @pytest.mark.parametrize("name", SCALINGS)
-def test_rope_scaling_is_that_of_the_model_that_was_converted(tmp_path: Path, name: str) -> None:
+def test_rope_scaling_equals_the_original_models(tmp_path: Path, name: str) -> None:
     """transformers reads none of these keys, so the model before its conversion is the judge."""
     rope, keys = SCALINGS[name]
     made = network(rope=rope)
@@ -180,7 +180,7 @@ def test_rope_scaling_is_that_of_the_model_that_was_converted(tmp_path: Path, na
     check_logits(decoder, made, atol=2e-5)
 
 
-def test_the_configuration_is_that_of_the_folder(tmp_path: Path) -> None:
+def test_gguf_configuration_equals_the_folders(tmp_path: Path) -> None:
     made = network()
     made.save_pretrained(tmp_path / "folder")
     path = write(tmp_path / "model.gguf", made)
@@ -192,7 +192,7 @@ def test_the_configuration_is_that_of_the_folder(tmp_path: Path) -> None:
     assert (config.eos_token_ids, config.bos_token_id) == ((END, 5), None)
 
 
-def test_the_header_is_what_the_gguf_package_reads(tmp_path: Path) -> None:
+def test_header_equals_that_of_the_gguf_package(tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", network(), Kind.Q4_K)
     header, known = read_header(path), gguf.GGUFReader(path)
     assert header.metadata == {
@@ -206,7 +206,9 @@ def test_the_header_is_what_the_gguf_package_reads(tmp_path: Path) -> None:
 
 
 def test_the_header_is_read_once_for_all_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It holds every word of the vocabulary: to read it anew for every tensor took six times as long as the weights."""
+    """The header has every word of the vocabulary: reading it again for every tensor took six times as long as the
+    weights.
+    """
     path, read = write(tmp_path / "model.gguf", network(), Kind.Q4_1), []
     config = ModelConfig.from_pretrained(path)
     monkeypatch.setattr(checkpoint, "_PORTION", 1)
@@ -226,7 +228,7 @@ def test_a_file_drafts_for_a_folder(tmp_path: Path) -> None:
     assert generator.statistics.num_accepted_tokens > 10
 
 
-def test_a_folder_with_one_file_counts_and_with_several_not(tmp_path: Path) -> None:
+def test_a_folder_with_one_gguf_file_loads_and_with_several_is_rejected(tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", network())
     assert checkpoint_path(tmp_path) == path
     assert loaded(tmp_path).folder == path
@@ -237,7 +239,7 @@ def test_a_folder_with_one_file_counts_and_with_several_not(tmp_path: Path) -> N
     assert checkpoint_path(tmp_path) == tmp_path  # safetensors come first
 
 
-def test_every_token_that_ends_a_generation_is_known(tmp_path: Path) -> None:
+def test_every_end_id_is_read(tmp_path: Path) -> None:
     """Those of the keys, and those that llama.cpp knows by their text."""
     tokens = [*TOKENS]
     tokens[10:14] = ["<|im_end|>", "<|eot_id|>", "<|file_sep|>", "</s>"]
@@ -266,7 +268,7 @@ REFUSED: dict[str, tuple[dict[str, object], type[CheckpointError], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_keys_that_would_change_the_output_are_refused_by_name(tmp_path: Path, name: str) -> None:
+def test_keys_that_change_the_output_are_rejected_by_name(tmp_path: Path, name: str) -> None:
     changes, error, words = REFUSED[name]
     path = write(tmp_path / "model.gguf", network(), changes=changes)
     with pytest.raises(error, match=words) as caught:
@@ -274,19 +276,19 @@ def test_keys_that_would_change_the_output_are_refused_by_name(tmp_path: Path, n
     assert str(path) in str(caught.value)
 
 
-def test_another_architecture_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_architecture_is_rejected(tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", network(), architecture="mamba")
     with pytest.raises(UnknownArchitectureError, match=r"architecture: expected one of llama, .*, got 'mamba'"):
         ModelConfig.from_pretrained(path)
 
 
-def test_a_type_that_cannot_be_dequantised_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_tensor_type_is_rejected(tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", network(), extra={"blk.0.attn_q.weight": np.ones((256, 256), np.int32)})
     with pytest.raises(UnknownArchitectureError, match=r"attn_q.weight: the type I32 cannot be dequantised"):
         ModelConfig.from_pretrained(path)
 
 
-def test_tensors_that_are_missing_or_not_used_are_refused(tmp_path: Path) -> None:
+def test_missing_or_unused_tensors_are_rejected(tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", network(), changes={"llama.block_count": 3})
     with pytest.raises(MissingWeightsError, match=r"expected the tensors model.layers.2.* the file's metadata belongs"):
         loaded(path)
@@ -306,7 +308,7 @@ def test_tensors_that_are_missing_or_not_used_are_refused(tmp_path: Path) -> Non
         loaded(path)
 
 
-def test_a_truncated_file_is_refused_wherever_it_ends(tmp_path: Path) -> None:
+def test_a_file_truncated_anywhere_is_rejected(tmp_path: Path) -> None:
     whole = write(tmp_path / "model.gguf", network(), Kind.Q4_0).read_bytes()
     header_ends = whole.index(b"output_norm.weight")
     path = tmp_path / "cut.gguf"
@@ -316,7 +318,7 @@ def test_a_truncated_file_is_refused_wherever_it_ends(tmp_path: Path) -> None:
             loaded(path)
 
 
-def test_lengths_are_not_believed(tmp_path: Path) -> None:
+def test_lengths_in_the_header_are_checked(tmp_path: Path) -> None:
     """Announcing more than the file has is refused at once, whatever it is of: counts, texts, lists, dimensions."""
     whole = write(tmp_path / "model.gguf", network(), Kind.Q4_0).read_bytes()
     token_types = whole.index(b"tokenizer.ggml.token_type") + len("tokenizer.ggml.token_type") + 4 + 4
@@ -330,7 +332,7 @@ def test_lengths_are_not_believed(tmp_path: Path) -> None:
             loaded(path)
 
 
-def test_other_files_by_that_name_are_refused(tmp_path: Path) -> None:
+def test_other_files_named_gguf_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     with pytest.raises(MissingWeightsError, match="does not exist"):
         loaded(path)
@@ -345,7 +347,7 @@ def test_other_files_by_that_name_are_refused(tmp_path: Path) -> None:
             loaded(path)
 
 
-def test_numbers_that_are_none_are_refused(tmp_path: Path) -> None:
+def test_nan_weights_are_rejected(tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", network())
     at = read_header(path).tensors["blk.1.ffn_down.weight"].offset
     with path.open("r+b") as file:

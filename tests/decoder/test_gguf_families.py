@@ -46,7 +46,7 @@ def test_every_architecture_has_a_case() -> None:
 
 
 @every_case
-def test_configuration_and_weights_are_those_of_the_checkpoint(
+def test_gguf_configuration_and_weights_equal_the_checkpoints(
     files: dict[str, tuple[PreTrainedModel, Path, Path]], name: str
 ) -> None:
     _, path, folder = files[name]
@@ -69,8 +69,8 @@ def _plain(config: ModelConfig) -> ModelConfig:
     plan = config.blueprint
     if not any(plan.windows):
         plan = replace(plan, windows=())
-    if not any(plan.unturned):
-        plan = replace(plan, unturned=())
+    if not any(plan.unrotated):
+        plan = replace(plan, unrotated=())
     own = config.max_position_embeddings
     rope = replace(config.rope, max_position_embeddings=own, original_max_position_embeddings=own)
     if rope.type == "yarn" and rope.factor is not None and rope.attention_factor is None:
@@ -81,7 +81,7 @@ def _plain(config: ModelConfig) -> ModelConfig:
 
 @pytest.mark.full
 @every_case
-def test_greedy_text_is_that_of_transformers(files: dict[str, tuple[PreTrainedModel, Path, Path]], name: str) -> None:
+def test_gguf_greedy_text_equals_transformers(files: dict[str, tuple[PreTrainedModel, Path, Path]], name: str) -> None:
     model, path, _ = files[name]
     decoder = AutoDecoder.from_pretrained(path, backend="eager", amp="f32", n_positions=64)
     wishes = {"max_length": 50, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(TEXT)}
@@ -90,7 +90,7 @@ def test_greedy_text_is_that_of_transformers(files: dict[str, tuple[PreTrainedMo
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gptneox", "gpt2", "phi3"])
-def test_kept_formats_have_the_numbers_of_dequantised_ones(tmp_path: Path, name: str) -> None:
+def test_packed_formats_equal_dequantised_ones(tmp_path: Path, name: str) -> None:
     """Rows of experts, of queries in another order, and of matrices that a checkpoint has the other way round."""
     sizes: dict[str, object] = {} if name == "gpt2" else {"intermediate_size": 64}  # whole blocks
     sizes |= {"head_dim": 8} if name in ("mixtral", "phi3") else {}
@@ -123,8 +123,8 @@ def _dequantised() -> list[Kind]:
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # random scales may be anything
 @pytest.mark.parametrize("kind", _dequantised(), ids=lambda kind: kind.name)
-def test_every_type_is_read_as_the_gguf_package_dequantises_it(tmp_path: Path, kind: Kind) -> None:
-    """Of experts, too: a matrix of each in one tensor."""
+def test_every_type_equals_the_gguf_packages_dequantisation(tmp_path: Path, kind: Kind) -> None:
+    """Tensors of experts are fused too: a matrix of each in one tensor."""
     numbers, size = gguf.GGML_QUANT_SIZES[kind]
     blocks = np.random.default_rng(0).integers(0, 256, (4, 6, 256 // numbers * size), dtype=np.uint8)
     path = tmp_path / "model.gguf"
@@ -147,7 +147,7 @@ def test_every_type_is_read_as_the_gguf_package_dequantises_it(tmp_path: Path, k
             np.testing.assert_array_equal(source.read_range(name, (9, 70), dim=1).numpy(), wanted[expert, :, 9:70])
 
 
-def test_fused_tensors_are_cut(tmp_path: Path) -> None:
+def test_fused_tensors_are_split(tmp_path: Path) -> None:
     """The converter may write query, key and value as one."""
     _, path = write(tmp_path / "model", CASES["mixtral"])
     header, writer = read_header(path), gguf.GGUFWriter(tmp_path / "fused.gguf", "llama")
@@ -171,7 +171,7 @@ def test_fused_tensors_are_cut(tmp_path: Path) -> None:
         assert all(torch.equal(apart.read(name), fused.read(name)) for name in apart.infos())
 
 
-def test_a_model_in_parts_is_one(tmp_path: Path) -> None:
+def test_a_split_gguf_model_loads_as_one(tmp_path: Path) -> None:
     _, path = write(tmp_path / "model", CASES["qwen2"])
     reader = gguf.GGUFReader(path)
     for number, some in enumerate((reader.tensors[:9], reader.tensors[9:20], reader.tensors[20:])):

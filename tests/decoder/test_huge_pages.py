@@ -11,8 +11,8 @@ from paceline.decoder.native import ops
 from paceline.decoder.native.ops import PAGE, use_huge_pages
 
 
-def test_whole_pages_are_asked_to_be_huge_and_contents_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is asked of the system, not what it grants: that depends on how fragmented its memory is."""
+def test_huge_pages_are_requested_for_complete_pages_and_contents_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests to the system, not what it grants: that depends on how fragmented its memory is."""
     asked: list[tuple[range, int]] = []
 
     def madvise(start: int, size: int, advice: int) -> int:
@@ -37,7 +37,7 @@ def test_whole_pages_are_asked_to_be_huge_and_contents_stay(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("number", [1000, PAGE // 8 - 1])
-def test_pages_that_are_mostly_others_are_left_alone(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_mostly_used_by_other_data_are_not_changed(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr(ops.ctypes, "CDLL", lambda name: SimpleNamespace(madvise=lambda *call: asked.append(call[0])))
     memory = mmap.mmap(-1, 2 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -22,7 +22,7 @@ PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [2, 6, 5], [3, 5, 8, 9, 7, 9, 3, 2, 3], [7, 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_that_are_not_real_change_no_bit_of_a_product(dtype: torch.dtype) -> None:
+def test_padding_rows_change_no_bit_of_a_matmul(dtype: torch.dtype) -> None:
     kernels, generator = ops.Native(), torch.Generator().manual_seed(0)
     x = torch.randn(16, 3, 40, generator=generator)
     weight = torch.randn(72, 40, generator=generator).to(dtype)
@@ -35,7 +35,9 @@ def test_rows_that_are_not_real_change_no_bit_of_a_product(dtype: torch.dtype) -
 
 @pytest.mark.parametrize("mode", ["plain", "model", "ngram:prompt_lookup_max=2"])
 def test_tokens_do_not_depend_on_other_requests(workshop: Workshop, mode: str) -> None:
-    """Requests of unequal lengths on four slots, which join and leave, and each of them alone on those four slots."""
+    """Requests of unequal lengths on four slots, which join and leave, and each of them as the only one on those four
+    slots.
+    """
     target = fresh(workshop.checkpoint(), backend="native", batch_size=4)
     draft = fresh(workshop.checkpoint("draft"), backend="native", batch_size=4) if mode == "model" else mode
     made = SpeculativeGenerator(None if mode == "plain" else draft, target, k=4)

@@ -103,7 +103,7 @@ def in_order(x: Tensor, stored: QuantizedTensor) -> Tensor:
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.value)
 @pytest.mark.parametrize("shape", SHAPES + ODD)
-def test_sums_are_of_integers_and_in_one_order(native: Native, shape: tuple[int, int], form: WeightFormat) -> None:
+def test_integer_matmuls_sum_exactly_in_one_order(native: Native, shape: tuple[int, int], form: WeightFormat) -> None:
     K, N = shape
     if form.block_bytes and shape in ODD:
         pytest.skip("rows of blocks have whole ones")
@@ -114,7 +114,7 @@ def test_sums_are_of_integers_and_in_one_order(native: Native, shape: tuple[int,
         assert torch.equal(native.linear(x[None], packed)[0], in_order(x, stored))
 
 
-def test_ties_are_rounded_to_even_and_zeros_stay_zero(native: Native) -> None:
+def test_ties_round_to_even_and_zeros_stay_zero(native: Native) -> None:
     one = QuantizedTensor(torch.eye(16, dtype=torch.int8), torch.ones(16), WeightFormat.INT8, 16)
     x = torch.tensor([32767, 0.5, 1.5, 2.5, -0.5, -1.5, 0.49, 0.51, -32767.0, *range(7)])
     wanted = torch.tensor([32767, 0, 2, 2, 0, -2, 0, 1, -32767.0, *range(7)])
@@ -126,7 +126,7 @@ def test_ties_are_rounded_to_even_and_zeros_stay_zero(native: Native) -> None:
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.value)
-def test_what_is_no_number_stays_in_its_row(native: Native, form: WeightFormat) -> None:
+def test_nan_and_infinity_stay_in_their_row(native: Native, form: WeightFormat) -> None:
     packed, x = PackedMatrix(quantize(numbers(7, 64), form)), numbers(1, 20, 64)
     clean = native.linear(x, packed)
     for junk in (float("nan"), -float("nan"), float("inf"), -float("inf")):
@@ -138,8 +138,8 @@ def test_what_is_no_number_stays_in_its_row(native: Native, form: WeightFormat) 
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_no_lane_overflows(native: Native, sign: int) -> None:
-    """All products as large as they can be. Checkpoints may have -128, which is not made here."""
+def test_integer_lanes_do_not_overflow(native: Native, sign: int) -> None:
+    """All products as large as they can be. Checkpoints may have -128, which is not made in this test."""
     K = 3 * SEGMENT + 16
     stored = QuantizedTensor(torch.full((3, K), -128, dtype=torch.int8), torch.ones(3), WeightFormat.INT8, K)
     for rows in (1, 5):
@@ -175,7 +175,7 @@ def other(request: pytest.FixtureRequest) -> Product:
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.value)
 @pytest.mark.parametrize("shape", [(64, 130), (1056, 9)])
-def test_processors_with_fewer_instructions_come_to_the_same_bits(
+def test_kernels_for_older_processors_are_bitwise_identical(
     native: Native, other: Product, form: WeightFormat, shape: tuple[int, int]
 ) -> None:
     K, N = shape

@@ -32,7 +32,7 @@ def target(judge: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) ->
     return load(saved(judge, tmp_path_factory.mktemp("target")), slots=4, positions=BUCKETS)
 
 
-def test_the_logits_after_a_prompt_of_every_length(target: SamplingDecoder, judge: LlamaForCausalLM) -> None:
+def test_logits_are_right_after_prompts_of_every_length(target: SamplingDecoder, judge: LlamaForCausalLM) -> None:
     with torch.no_grad():
         exact = judge(torch.tensor([TEXT])).logits[0]
     for length in range(1, POSITIONS + 1):
@@ -40,7 +40,7 @@ def test_the_logits_after_a_prompt_of_every_length(target: SamplingDecoder, judg
         torch.testing.assert_close(made[0, 0], exact[length - 1], atol=2e-4, rtol=1e-4)
 
 
-def test_texts_that_begin_at_every_edge(target: SamplingDecoder, judge: LlamaForCausalLM) -> None:
+def test_texts_starting_at_every_bucket_border_are_right(target: SamplingDecoder, judge: LlamaForCausalLM) -> None:
     """Rows of unequal length, more than slots, each to its last position or over an edge; with a draft and without."""
     prompts = [TEXT[:length] for length in ENDS]
     plain = target.sample(prompts, max_new_tokens=6, return_dict=True)
@@ -55,14 +55,14 @@ def test_texts_that_begin_at_every_edge(target: SamplingDecoder, judge: LlamaFor
         target.sample([TEXT], max_new_tokens=1)
 
 
-def test_every_name_of_transformers_neuronx_has_a_family() -> None:
+def test_every_transformers_neuronx_class_has_a_family() -> None:
     names = [name for name in paceline.__all__ if name.endswith("ForSampling")]
     families = [family for name in names for family in getattr(paceline, name).families]
     assert len(set(families)) == len(families) and set(families) <= set(MODEL_FAMILIES)
 
 
 @pytest.mark.parametrize(("name", "family"), [("Qwen3ForSampling", "qwen3"), ("GPT2ForSampling", "gpt2")])
-def test_a_name_loads_its_family_alone(tmp_path: Path, name: str, family: str) -> None:
+def test_a_class_loads_only_its_family(tmp_path: Path, name: str, family: str) -> None:
     folder, _ = save_pair(tmp_path / "pair", family)
     options = {"backend": "eager", "amp": "f32", "context_length_estimate": [16]}
     decoder = getattr(paceline, name).from_pretrained(folder, **options)

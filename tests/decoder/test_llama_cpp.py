@@ -1,5 +1,5 @@
 """GGUF files of every architecture, written by llama.cpp's converter: greedy tokens are those of llama.cpp, in float32,
-after every token of a random text and of their own.
+after every token of a random text and of the continuation.
 
 llama.cpp is built from the source distribution of llama-cpp-python, which takes ten minutes: `make test-gguf` makes an
 environment of its own for it.
@@ -67,7 +67,7 @@ _EXAONE = {**_SIZES, "sliding_window": None, "layer_types": ["full_attention"] *
 
 @dataclass(frozen=True)
 class Case:
-    """A model: its ``model_type`` and configuration, what the converter wants in config.json besides, and options."""
+    """A model: its ``model_type`` and configuration, what the converter also wants in config.json, and options."""
 
     kind: str
     fields: dict[str, Any]
@@ -227,7 +227,9 @@ def wanted(files: dict[str, Path]) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_greedy_tokens_are_those_of_llama_cpp(files: dict[str, Path], wanted: dict[str, list[int]], name: str) -> None:
+def test_greedy_tokens_equal_those_of_llama_cpp(
+    files: dict[str, Path], wanted: dict[str, list[int]], name: str
+) -> None:
     decoder = AutoDecoder.from_pretrained(files[name], backend="eager", amp="f32", n_positions=64)
     tokens = torch.tensor([[*TEXT, *wanted[name][len(TEXT) - 1 : -1]]], dtype=torch.int32)
     row = torch.tensor([0], dtype=torch.int32)

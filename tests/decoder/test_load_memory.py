@@ -117,7 +117,7 @@ CASES = [
 
 @pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_load_takes_little_more_than_the_weights(tmp_path: Path) -> None:
+def test_loading_needs_little_more_memory_than_the_weights(tmp_path: Path) -> None:
     small, large = write(tmp_path / "small", 64), write(tmp_path / "large", 832)
     found: dict[str, float] = {}
     for name, amp, how, ranks in CASES:

@@ -13,14 +13,14 @@ from paceline.decoder.parallel.sharding import Shard
 from tests.decoder.tiny import Workshop
 
 
-def test_what_is_counted_is_what_a_decoder_holds(workshop: Workshop) -> None:
+def test_counted_bytes_equal_the_decoders_memory(workshop: Workshop) -> None:
     for amp in ("f32", "bf16"):
         decoder = workshop.decoder(amp=amp, slots=4)
         held = sum(side.nbytes for layer in decoder.body.caches for side in layer)
         assert memory.cache_bytes(Shard(decoder.config), decoder.options) == held
 
 
-def test_a_cache_beyond_the_machine_is_refused_with_what_may_be_less(workshop: Workshop) -> None:
+def test_a_cache_larger_than_memory_is_rejected_with_remedies(workshop: Workshop) -> None:
     told: list[int] = []
     with pytest.raises(ConfigurationError, match=r"of 1000000000 slots and .* this machine has .*batch_size"):
         AutoDecoder.from_pretrained(
@@ -30,7 +30,7 @@ def test_a_cache_beyond_the_machine_is_refused_with_what_may_be_less(workshop: W
 
 
 @pytest.mark.parametrize(("said", "smaller"), [("1048576\n", True), ("max\n", False), (None, False)])
-def test_a_container_s_limit_counts(tmp_path: Path, said: str | None, smaller: bool) -> None:
+def test_a_container_memory_limit_applies(tmp_path: Path, said: str | None, smaller: bool) -> None:
     file = tmp_path / "memory.max"
     if said is not None:
         file.write_text(said)
@@ -38,7 +38,7 @@ def test_a_container_s_limit_counts(tmp_path: Path, said: str | None, smaller: b
     assert memory.machine_bytes(file) <= memory.machine_bytes(tmp_path / "none")
 
 
-def test_positions_that_nobody_named_are_as_many_as_fit(
+def test_default_positions_are_as_many_as_fit_in_memory(
     workshop: Workshop, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained = workshop.decoder().config

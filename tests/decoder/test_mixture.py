@@ -44,7 +44,7 @@ def mixtures(model: nn.Module) -> list[MixtureOfExperts]:
 
 
 def read(decoder: SamplingDecoder, text: Tensor, width: int) -> Tensor:
-    """Logits of a text [B, LENGTH] that is read so many rows at a time."""
+    """Logits of a text [B, LENGTH] that is read ``rows`` rows at a time."""
     parts = []
     for at in range(0, LENGTH, width):
         start = torch.full((len(text),), at, dtype=torch.int32)
@@ -70,8 +70,8 @@ def test_a_row_has_the_same_bits_at_every_width(folder: Path, amp: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["eager", "native"])
-def test_an_expert_that_no_row_chose_is_not_read(folder: Path, backend: str) -> None:
-    """Routers that prefer nobody choose the first experts; the weights of the others are no numbers."""
+def test_an_inactive_expert_is_not_read_by_the_network(folder: Path, backend: str) -> None:
+    """Routers with equal scores choose the first experts; the weights of the others are NaN."""
     decoder, text = load(folder, backend, "f32"), text_of(2)
     for one in mixtures(decoder.body):
         one.router.detach().zero_()
@@ -90,7 +90,7 @@ def test_an_expert_that_no_row_chose_is_not_read(folder: Path, backend: str) -> 
     assert read(decoder, text, 4).isnan().all()
 
 
-def test_ties_go_to_the_lowest_numbers(folder: Path) -> None:
+def test_router_ties_go_to_the_lowest_experts(folder: Path) -> None:
     one = mixtures(load(folder, "eager", "f32").body)[0]
     probs = torch.tensor([[[0.1, 0.3, 0.3, 0.3], [0.25, 0.25, 0.25, 0.25], [0.2, 0.2, 0.1, 0.5]]])
     wanted = torch.tensor([[[0, 0.5, 0.5, 0], [0.5, 0.5, 0, 0], [0.2 / 0.7, 0, 0, 0.5 / 0.7]]])

@@ -33,7 +33,7 @@ def write(folder: Path, config: dict[str, object], generation: dict[str, object]
     return folder
 
 
-def test_defaults_are_those_of_hugging_face(tmp_path: Path) -> None:
+def test_defaults_equal_those_of_hugging_face(tmp_path: Path) -> None:
     ours = ModelConfig.from_pretrained(write(tmp_path, SIZES))
     theirs = LlamaConfig(**{key: value for key, value in SIZES.items() if key != "model_type"})
     assert ours.num_kv_heads == theirs.num_key_value_heads == 4
@@ -48,7 +48,7 @@ def test_defaults_are_those_of_hugging_face(tmp_path: Path) -> None:
     assert (ours.pad_token_id, ours.bos_token_id) == (theirs.pad_token_id, theirs.bos_token_id)
 
 
-def test_reads_what_transformers_saves(tmp_path: Path) -> None:
+def test_configurations_saved_by_transformers_are_read(tmp_path: Path) -> None:
     LlamaConfig(
         vocab_size=96,
         hidden_size=48,
@@ -91,7 +91,7 @@ def test_reads_what_transformers_saves(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("type_key", ["type", "rope_type"])
-def test_both_layouts_of_rope_read_the_same(tmp_path: Path, type_key: str) -> None:
+def test_both_rope_layouts_read_the_same(tmp_path: Path, type_key: str) -> None:
     old: dict[str, object] = {**SIZES, "rope_theta": 5e5, "rope_scaling": {type_key: "llama3", **LLAMA3}}
     new: dict[str, object] = {
         **SIZES,
@@ -110,14 +110,14 @@ def test_an_empty_old_layout_leaves_the_new_one_in_force(tmp_path: Path, unset: 
     assert ModelConfig.from_pretrained(write(tmp_path, config)).rope.type == "linear"
 
 
-def test_the_old_layout_goes_before_the_new_one(tmp_path: Path) -> None:
+def test_the_old_rope_layout_takes_precedence(tmp_path: Path) -> None:
     linear, dynamic = ({"rope_type": kind, "factor": 2.0} for kind in ("linear", "dynamic"))
     config = {**SIZES, "rope_scaling": dynamic, "rope_parameters": linear}
     theirs = LlamaConfig(rope_scaling=dict(dynamic), rope_parameters=dict(linear)).rope_parameters
     assert ModelConfig.from_pretrained(write(tmp_path, config)).rope.type == theirs["rope_type"] == "dynamic"
 
 
-def test_original_length_outside_the_rope_settings_wins(tmp_path: Path) -> None:
+def test_an_original_length_outside_the_rope_settings_takes_precedence(tmp_path: Path) -> None:
     config = {**SIZES, "rope_scaling": {"type": "llama3", **LLAMA3}, "original_max_position_embeddings": 128}
     assert ModelConfig.from_pretrained(write(tmp_path, config)).rope.original_max_position_embeddings == 128
 
@@ -132,7 +132,7 @@ def test_original_length_outside_the_rope_settings_wins(tmp_path: Path) -> None:
         ({}, {}, (2,), None),
     ],
 )
-def test_special_ids(
+def test_special_ids_are_read(
     tmp_path: Path,
     config: dict[str, object],
     generation: dict[str, object] | None,
@@ -143,7 +143,7 @@ def test_special_ids(
     assert (read.eos_token_ids, read.pad_token_id) == (eos, pad)
 
 
-def test_fingerprint_is_stable_and_sees_every_field(tmp_path: Path) -> None:
+def test_the_fingerprint_is_stable_and_covers_every_field(tmp_path: Path) -> None:
     base = ModelConfig.from_pretrained(write(tmp_path, SIZES))
     again = ModelConfig.from_pretrained(write(tmp_path, dict(reversed(SIZES.items()))))
     # Written down, so that a change that would orphan every cached graph is made knowingly.
@@ -230,7 +230,7 @@ def rope(**settings: object) -> dict[str, object]:
         (rope(rope_theta=1.0), CheckpointError, ["rope_theta: expected more than 1, got 1.0"]),
     ],
 )
-def test_bad_configurations(
+def test_bad_configurations_are_rejected(
     tmp_path: Path, config: dict[str, object], error: type[CheckpointError], parts: list[str]
 ) -> None:
     with pytest.raises(CheckpointError) as caught:
@@ -251,7 +251,7 @@ def test_bad_configurations(
     ],
 )
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
-def test_broken_files(tmp_path: Path, name: str, content: bytes, parts: list[str]) -> None:
+def test_broken_files_are_rejected(tmp_path: Path, name: str, content: bytes, parts: list[str]) -> None:
     write(tmp_path, SIZES)
     (tmp_path / name).write_bytes(content)
     with pytest.raises(CheckpointError) as caught:
@@ -260,7 +260,7 @@ def test_broken_files(tmp_path: Path, name: str, content: bytes, parts: list[str
         assert part in str(caught.value)
 
 
-def test_absent_folder_and_file(tmp_path: Path) -> None:
+def test_missing_folder_and_file_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"nowhere: expected a folder; give the local folder"):
         ModelConfig.from_pretrained(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match=r"None: expected a path; give the local folder"):

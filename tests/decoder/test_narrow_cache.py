@@ -39,7 +39,7 @@ def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_a_row_is_near_what_it_holds_and_says_its_scale(form: str) -> None:
+def test_a_cached_row_is_near_its_values_and_stores_its_scale(form: str) -> None:
     dtype, rows = cache_rows.CACHE_DTYPES[form], drawn(40, 12) * torch.logspace(-20, 6, 40, base=2)[:, None]
     rows[3] = 0
     packed = cache_rows.pack(rows, dtype)
@@ -75,7 +75,7 @@ def _both(form: str, *, tree: bool, window: int = 7) -> tuple[list[torch.Tensor]
 
 @pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize("form", FORMATS)
-def test_native_kernels_write_the_same_bytes_and_attend_alike(form: str, tree: bool) -> None:
+def test_native_kernels_write_the_same_bytes_and_attend_equally(form: str, tree: bool) -> None:
     (native, plain), caches = _both(form, tree=tree)
     torch.testing.assert_close(native, plain, rtol=1e-4, atol=1e-5)
     for one, other in zip(*caches, strict=True):
@@ -113,7 +113,7 @@ def test_a_model_on_two_ranks_gives_the_tokens_of_one(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_logits_stay_near_those_of_a_wide_cache(folder: Path, form: str) -> None:
+def test_logits_are_close_to_those_of_an_unquantised_cache(folder: Path, form: str) -> None:
     """And differ from them: the cache is what attention reads, the keys of the window included."""
     text, start = torch.tensor([LONG[:16]] * 2, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     narrow, wide = (
@@ -134,7 +134,7 @@ def test_a_shared_prefix_is_copied_with_its_scales(folder: Path) -> None:
         assert isinstance(alone, torch.Tensor) and row == alone[0].tolist()
 
 
-def test_it_takes_less_memory_and_separate_graphs(folder: Path) -> None:
+def test_an_8_bit_cache_takes_less_memory_and_separate_graphs(folder: Path) -> None:
     narrow, wide = load(folder, kv_cache_dtype="int8"), load(folder)
     for one in (narrow, wide):
         held = sum(part.nbytes for layer in one.body.caches for part in layer)
@@ -145,7 +145,7 @@ def test_it_takes_less_memory_and_separate_graphs(folder: Path) -> None:
     assert narrow.cache_key() == {**wide.cache_key(), "kv_cache_dtype": "int8"}
 
 
-def test_what_cannot_be_done_is_refused_by_name(folder: Path) -> None:
+def test_unsupported_cache_formats_are_rejected_by_name(folder: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"kv_cache_dtype: expected one of int8, fp8_e4m3, fp8_.*, got 'int4'"):
         load(folder, kv_cache_dtype="int4")
     for backend in ("neuron", "xla", "neuron-native"):

@@ -82,7 +82,9 @@ def textbook(given: Case) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("heads", HEADS)
-def test_it_is_attention(native: Native, heads: str, width: int, dtype: torch.dtype) -> None:
+def test_native_attention_equals_the_textbook_formula(
+    native: Native, heads: str, width: int, dtype: torch.dtype
+) -> None:
     for window in (1, 2, 5, 9):
         given = case(HEADS[heads], width, dtype=dtype, window=window, seed=window)
         made = attend(native, given.copied())
@@ -92,7 +94,7 @@ def test_it_is_attention(native: Native, heads: str, width: int, dtype: torch.dt
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [8, 12, 48])
-def test_exactly_its_own_rows_of_the_cache_are_written(native: Native, width: int, dtype: torch.dtype) -> None:
+def test_exactly_the_windows_cache_rows_are_written(native: Native, width: int, dtype: torch.dtype) -> None:
     given = case(width=width, dtype=dtype)
     given.count = [5, 3, 1]
     before, used = given.copied(), given.copied()
@@ -105,7 +107,7 @@ def test_exactly_its_own_rows_of_the_cache_are_written(native: Native, width: in
         assert torch.equal(used.cache[side], expected)
 
 
-def test_rounding_to_sixteen_bits_is_that_of_pytorch(native: Native) -> None:
+def test_rounding_to_16_bits_equals_pytorch(native: Native) -> None:
     edges = torch.tensor([0.0, -0.0, 1.00390625, 1.01171875, 3.3e38, 1e-40, 65504.0, 65519.0, -1.0, 1e-8, 70000.0, 0.1])
     for dtype in DTYPES[1:]:
         given = case((1, 1), 12, dtype=dtype, window=1)
@@ -163,8 +165,8 @@ def test_a_row_has_the_same_bits_with_other_batch_rows_and_in_any_slot(native: N
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_later_rows_hold_changes_nothing(native: Native, dtype: torch.dtype) -> None:
-    """Junk in the rest of the window and in the rows of the cache behind it; finite, as activations are."""
+def test_later_rows_do_not_affect_attention(native: Native, dtype: torch.dtype) -> None:
+    """Junk in the rest of the window and in the cache rows after it; finite, as activations are."""
     for kept in range(5):
         given = case(dtype=dtype)
         clean = attend(native, given.copied())
@@ -179,7 +181,7 @@ def test_what_later_rows_hold_changes_nothing(native: Native, dtype: torch.dtype
         assert torch.equal(attend(native, dirty)[:, : kept + 1], clean[:, : kept + 1])
 
 
-def test_threads_change_nothing(native: Native, restored_threads: None) -> None:
+def test_attention_is_the_same_with_any_number_of_threads(native: Native, restored_threads: None) -> None:
     given = case((8, 4), 48, window=9)
     seen = []
     for threads in (1, 2, 3, 8):
@@ -188,7 +190,7 @@ def test_threads_change_nothing(native: Native, restored_threads: None) -> None:
     assert all(torch.equal(seen[0], other) for other in seen)
 
 
-def test_scores_far_apart_and_all_alike(native: Native) -> None:
+def test_extreme_and_equal_scores_are_right(native: Native) -> None:
     for scale in (0.0, 30.0, 1e4):
         given = case()
         given.qkv[0].mul_(scale)

@@ -1,4 +1,4 @@
-"""Where the native libraries come from: with the package, from the cache, or built, whatever is wrong with these."""
+"""Sources of the native libraries: the package, the cache, or a build, whatever is wrong with these."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_the_fastest_kernels_that_a_processor_can_run_come_first(
     assert [path.name for path in build.prebuilt(flags)] == [f"kernels-{name}.so" for name in names]
 
 
-def test_what_came_with_the_package_needs_no_compiler_and_no_cache(
+def test_a_packaged_library_needs_no_compiler_and_no_cache(
     tiny: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer(tiny)
@@ -85,7 +85,7 @@ def test_what_came_with_the_package_needs_no_compiler_and_no_cache(
     assert not (tmp_path / "other").exists()
 
 
-def test_what_cannot_be_loaded_is_built(tiny: Library, tmp_path: Path) -> None:
+def test_a_library_that_does_not_load_is_built(tiny: Library, tmp_path: Path) -> None:
     strange = tmp_path / "strange.so"
     strange.write_bytes(b"\x7fELF of another system")
     assert answer(tiny, strange) == 42
@@ -123,7 +123,7 @@ def test_a_damaged_library_is_built_again(tiny: Library, damage: str, capsys: py
     assert path.read_bytes() == whole
 
 
-def test_what_a_killed_process_left_is_removed(tiny: Library) -> None:
+def test_leftovers_of_a_killed_build_are_removed(tiny: Library) -> None:
     root = environment.cache_root() / "native"
     left = root / f"{cache.key(build.facts(tiny))}.left"
     left.mkdir(parents=True)
@@ -132,7 +132,7 @@ def test_what_a_killed_process_left_is_removed(tiny: Library) -> None:
     assert not left.exists() and len(cached()) == 1
 
 
-def test_a_cache_that_cannot_be_written_is_no_end(
+def test_an_unwritable_cache_falls_back_to_another_folder(
     tiny: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
@@ -146,12 +146,12 @@ def test_a_cache_that_cannot_be_written_is_no_end(
     assert not list((tmp_path / "temporary").iterdir()), "a loaded library needs its file no more"
 
 
-def test_no_room_anywhere_is_said(tiny: Library) -> None:
+def test_a_build_without_a_writable_folder_is_reported(tiny: Library) -> None:
     with full_disk(200), pytest.raises(StorageError, match=r"cannot be written .*make room"):
         answer(tiny)
 
 
-def test_a_process_waits_for_one_that_builds(tmp_path: Path) -> None:
+def test_a_process_waits_for_another_build(tmp_path: Path) -> None:
     facts: dict[str, object] = {"kind": "test"}
     told, drafts = threading.Event(), []
 
@@ -190,14 +190,16 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(
     assert answer(tiny) == 42
 
 
-def test_no_compiler_is_one_line(tiny: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_reported_in_one_line(
+    tiny: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CXX", str(tmp_path / "none"))
     with pytest.raises(BackendError, match=r"on PATH, got neither; install g\+\+.*set CXX.*backend='eager'") as error:
         answer(tiny)
     assert "\n" not in str(error.value)
 
 
-def test_files_are_compiled_side_by_side_the_longest_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_compiled_in_parallel_longest_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = tmp_path / "log"
     script = f'for one in "$@"; do case "$one" in *.cpp) echo "${{one##*/}}" >> {log};; esac; done\nexec g++ "$@"'
     sources = {"short": 1.0, "long": 9.0, "middle": 3.0}

@@ -45,7 +45,7 @@ def places(rows: int = 6) -> Tensor:
 
 @pytest.mark.parametrize("stream", [noise.TARGET, noise.DRAFT])
 @pytest.mark.parametrize("size", SIZES)
-def test_it_is_the_choice_of_the_law(native: Native, size: int, stream: int) -> None:
+def test_native_sampling_equals_the_reference(native: Native, size: int, stream: int) -> None:
     sampling = sampling_tensors(PARAMS)
     for seed, spread in ((0, 3.0), (1, 0.1), (2, 30.0)):
         x = logits(size, seed=seed, spread=spread)
@@ -55,7 +55,7 @@ def test_it_is_the_choice_of_the_law(native: Native, size: int, stream: int) -> 
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_ties_fall_as_in_the_law(native: Native, size: int) -> None:
+def test_native_ties_equal_the_reference(native: Native, size: int) -> None:
     """Logits of a few values: every cut goes through a group of equals."""
     sampling = sampling_tensors(PARAMS)
     for levels in (1, 2, 3):
@@ -64,7 +64,7 @@ def test_ties_fall_as_in_the_law(native: Native, size: int) -> None:
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.1, 3.0, 30.0])
-def test_of_a_large_vocabulary_what_cannot_win_gets_no_noise(native: Native, spread: float) -> None:
+def test_large_vocabularies_skip_noise_for_tokens_that_cannot_win(native: Native, spread: float) -> None:
     """Ids beyond 16 bits, a size that no block divides, and nuclei whose first draws lie outside."""
     params = [*PARAMS, Sampling(1.0, top_k=3000, top_p=0.3, seed=11), Sampling(1.5, top_p=0.01, min_p=1e-4, seed=12)]
     sampling = sampling_tensors(params)
@@ -76,7 +76,7 @@ def test_of_a_large_vocabulary_what_cannot_win_gets_no_noise(native: Native, spr
 
 
 def test_logits_of_a_slot_without_a_request_are_not_looked_at(native: Native) -> None:
-    """Whatever lies there, the ids are legal, and every other row is as it is alone."""
+    """With junk of any kind the ids are legal, and every other row is unchanged."""
     sampling = sampling_tensors(PARAMS)
     idle = list(range(0, len(PARAMS), 3))
     sampling.params[idle] = torch.tensor(IDLE_ROW)
@@ -120,7 +120,7 @@ def test_the_lowest_id_wins_a_tie(native: Native, size: int) -> None:
     assert int(native.sample_tokens(zeros, torch.zeros(1, 1, dtype=torch.int32), one(Sampling()))) == 0
 
 
-def test_the_noise_has_the_same_bits(native: Native) -> None:
+def test_native_noise_is_bitwise_identical_to_the_reference(native: Native) -> None:
     """Two ids whose logits differ by exactly the difference of their noise tie, and one float less decides.
 
     A row holds the noise that is drawn with its sign changed: what the kernel adds cancels it, every id ties at zero,
@@ -140,7 +140,7 @@ def test_the_noise_has_the_same_bits(native: Native) -> None:
                 assert (native.sample_tokens(raised, positions, sampling, stream=stream) == index).all()
 
 
-def test_the_noise_is_bit_for_bit_that_of_plain_arithmetic() -> None:
+def test_native_noise_equals_plain_arithmetic_bit_for_bit() -> None:
     size = 5003
     for seed in (0, 1, -3, 1 << 40, (1 << 64) - 1):
         seeds = one(Sampling(1.0, seed=seed)).seeds
@@ -154,7 +154,7 @@ def test_the_noise_is_bit_for_bit_that_of_plain_arithmetic() -> None:
                 assert torch.equal(out, noise.gumbel(seeds, place, size, stream=stream)[0, 0])
 
 
-def test_zero_logits_choose_the_largest_noise(native: Native) -> None:
+def test_zero_logits_sample_the_largest_noise(native: Native) -> None:
     positions = torch.arange(500, dtype=torch.int32).unsqueeze(0)
     for size in SIZES:
         sampling = one(Sampling(1.0, seed=7))
@@ -165,7 +165,7 @@ def test_zero_logits_choose_the_largest_noise(native: Native) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("junk", [float("nan"), float("inf"), -float("inf")])
-def test_junk_gives_a_legal_id_and_stays_in_its_row(native: Native, size: int, junk: float) -> None:
+def test_junk_logits_give_a_valid_id_and_stay_in_their_row(native: Native, size: int, junk: float) -> None:
     sampling = sampling_tensors(PARAMS)
     x = logits(size)
     clean = native.sample_tokens(x, places(), sampling)
@@ -176,7 +176,7 @@ def test_junk_gives_a_legal_id_and_stays_in_its_row(native: Native, size: int, j
     assert torch.equal(chosen[:, 1::2], clean[:, 1::2])
 
 
-def test_a_row_is_chosen_alike_in_every_company(native: Native) -> None:
+def test_a_sample_does_not_depend_on_other_rows(native: Native) -> None:
     sampling, x, at = sampling_tensors(PARAMS), logits(100), places()
     whole = native.sample_tokens(x, at, sampling)
     for b in range(len(PARAMS)):
@@ -186,7 +186,7 @@ def test_a_row_is_chosen_alike_in_every_company(native: Native) -> None:
             assert int(row) == int(whole[b, t])
 
 
-def test_threads_change_nothing(native: Native, restored_threads: None) -> None:
+def test_samples_are_the_same_with_any_number_of_threads(native: Native, restored_threads: None) -> None:
     sampling, x = sampling_tensors(PARAMS), logits(4096)
     seen = []
     for threads in (1, 2, 3, 8):
@@ -195,7 +195,7 @@ def test_threads_change_nothing(native: Native, restored_threads: None) -> None:
     assert all(torch.equal(seen[0], other) for other in seen)
 
 
-def test_inputs_are_left_alone(native: Native) -> None:
+def test_sampling_does_not_change_its_inputs(native: Native) -> None:
     sampling, x = sampling_tensors(PARAMS), logits(100)
     before = x.clone()
     native.sample_tokens(x, places(), sampling)

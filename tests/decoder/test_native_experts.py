@@ -34,7 +34,7 @@ def mixture(shape: tuple[int, int, int, int], dtype: torch.dtype, activation: st
 
 
 def shares_of(shape: tuple[int, int, int, int], rows: int = MOST) -> Tensor:
-    """Of every row another choice, but that rows 3 to 6 choose the same, and shares that are no powers of two."""
+    """Different experts for every row, except that rows 3 to 6 use the same, and shares that are not powers of two."""
     experts, chosen, _, _ = shape
     scores = numbers(1, rows, experts, seed=3)
     scores[:, 3:7] = scores[:, 3:4]
@@ -63,7 +63,9 @@ def mixed(native: Native, x: Tensor, shares: Tensor, weights: ExpertWeights) -> 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_it_is_what_every_expert_computes(native: Native, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+def test_native_experts_equal_computing_every_expert(
+    native: Native, shape: tuple[int, int, int, int], dtype: torch.dtype
+) -> None:
     """Bit for bit, with an activation that has the same bits everywhere; so the order of the sum is that of experts."""
     weights, x, shares = mixture(shape, dtype, "relu"), numbers(1, MOST, shape[2]), shares_of(shape)
     found = mixed(native, x, shares, weights)
@@ -87,7 +89,7 @@ def test_gate_and_up_have_biases(native: Native, shape: tuple[int, int, int, int
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_the_activation_is_that_of_torch(native: Native, activation: str) -> None:
+def test_expert_activation_equals_torch(native: Native, activation: str) -> None:
     weights, x, shares = mixture(SHAPES[0], torch.float32, activation), numbers(1, 9, 33), shares_of(SHAPES[0], 9)
     found = mixed(native, x, shares, weights)
     torch.testing.assert_close(found, composed(TorchKernels(), x, shares, weights), rtol=1e-5, atol=1e-6)
@@ -96,7 +98,7 @@ def test_the_activation_is_that_of_torch(native: Native, activation: str) -> Non
 @pytest.mark.parametrize("side", ["native", "torch"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_row_has_the_same_bits_in_every_company(
+def test_an_expert_row_is_bitwise_independent_of_other_rows(
     native: Native, shape: tuple[int, int, int, int], dtype: torch.dtype, side: str
 ) -> None:
     kernels = native.mixture if side == "native" else TorchKernels()
@@ -112,7 +114,7 @@ def test_a_row_has_the_same_bits_in_every_company(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_all_rows_may_choose_one_expert(native: Native, dtype: torch.dtype) -> None:
+def test_all_rows_may_use_one_expert(native: Native, dtype: torch.dtype) -> None:
     weights, x, shares = mixture(SHAPES[1], dtype, "relu"), numbers(1, MOST, 96), torch.zeros(1, MOST, 8)
     shares[..., 5] = 0.7
     found = mixed(native, x, shares, weights)
@@ -120,8 +122,8 @@ def test_all_rows_may_choose_one_expert(native: Native, dtype: torch.dtype) -> N
     assert torch.equal(found[:, :1], mixed(native, x[:, :1], shares[:, :1], weights))
 
 
-def test_equal_shares_are_added_in_the_order_of_experts(native: Native) -> None:
-    """Three results whose sum is 1 in that order and 0 in the opposite one, beside rows that do without the second."""
+def test_equal_weights_are_summed_in_expert_order(native: Native) -> None:
+    """Three results whose sum is 1 in that order and 0 in the opposite one, next to rows that do without the second."""
     experts, H, F = 3, 8, 8
     gate_up, down = torch.zeros(experts * 2 * F, H), torch.zeros(experts * H, F)
     for number, result in enumerate((1e8, -1e8, 1.0)):
@@ -155,7 +157,7 @@ def test_an_inactive_expert_is_not_read(native: Native, width: int, side: str) -
     assert (shares[0].T.unsqueeze(-1) * every).sum(0).isnan().all()
 
 
-def test_rows_that_are_not_real_choose_nothing(native: Native) -> None:
+def test_padding_rows_activate_no_expert(native: Native) -> None:
     shape = (128, 8, 64, 32)
     weights, x, shares = mixture(shape, torch.bfloat16), numbers(16, 4, 64), shares_of(shape).view(16, 4, 128)
     whole = mixed(native, x, shares, weights)
@@ -180,7 +182,9 @@ def test_rows_that_are_not_real_choose_nothing(native: Native) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_threads_change_nothing(native: Native, restored_threads: None, dtype: torch.dtype) -> None:
+def test_experts_are_the_same_with_any_number_of_threads(
+    native: Native, restored_threads: None, dtype: torch.dtype
+) -> None:
     shape = (6, 2, 260, 131)  # past the size at which threads are used at all
     weights, x, shares = mixture(shape, dtype), numbers(1, 24, 260), shares_of(shape, 24)
     seen = []
@@ -192,8 +196,10 @@ def test_threads_change_nothing(native: Native, restored_threads: None, dtype: t
 
 
 @pytest.mark.parametrize("form", WeightFormat, ids=lambda form: form.value)
-def test_quantised_experts(native: Native, form: WeightFormat) -> None:
-    """Those of the same experts dequantised, and the same bits for a row alone and beside others."""
+def test_quantised_experts_equal_dequantised_ones(native: Native, form: WeightFormat) -> None:
+    """Results equal those of the same experts dequantised, with the same bits for a single row and a row among
+    others.
+    """
     shape = (8, 2, 96, 64)
     plain, x, shares = mixture(shape, torch.float32), numbers(1, MOST, 96), shares_of(shape)
     assert isinstance(plain.gate_up, Tensor) and isinstance(plain.down, Tensor)

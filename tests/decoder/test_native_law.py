@@ -46,13 +46,13 @@ def assert_same(found: Tensor, wanted: Tensor) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("spread", [0.1, 3.0, 30.0])
-def test_it_is_the_law(native: Native, size: int, spread: float) -> None:
+def test_native_probabilities_equal_the_reference(native: Native, size: int, spread: float) -> None:
     x, sampling = normal(size, spread=spread), sampling_tensors(PARAMS)
     assert_same(native.probabilities(x, sampling), probs.probabilities(x, sampling))
 
 
 @pytest.mark.parametrize(("size", "levels"), [*((n, levels) for n in SIZES[:-1] for levels in (1, 2, 3)), (4096, 1)])
-def test_ties_fall_as_in_the_law(native: Native, size: int, levels: int) -> None:
+def test_native_probability_ties_equal_the_reference(native: Native, size: int, levels: int) -> None:
     """Logits of a few values: every cut goes through a group of equals.
 
     Not with thousands of weights of two sizes: there top-p's border is a matter of the order of a sum.
@@ -67,7 +67,7 @@ def test_greedy_is_one_hot_at_the_lowest_of_equals(native: Native) -> None:
     assert native.probabilities(x, sampling_tensors([Sampling()])).tolist() == [[[1, 0, 0], [0, 1, 0], [0, 0, 1]]]
 
 
-def test_what_a_mask_forbids_has_no_weight(native: Native) -> None:
+def test_masked_tokens_have_probability_zero(native: Native) -> None:
     x = normal(100)
     x[..., ::3] = -1e30
     sampling = sampling_tensors(PARAMS)
@@ -76,7 +76,7 @@ def test_what_a_mask_forbids_has_no_weight(native: Native) -> None:
     assert_same(found, probs.probabilities(x, sampling))
 
 
-def test_a_choice_has_weight_in_the_law(native: Native) -> None:
+def test_a_sampled_token_has_positive_probability(native: Native) -> None:
     x, sampling = normal(100), sampling_tensors(PARAMS)
     found = native.probabilities(x, sampling)
     for shift in range(50):
@@ -85,7 +85,7 @@ def test_a_choice_has_weight_in_the_law(native: Native) -> None:
         assert (found.gather(-1, chosen) > 0).all()
 
 
-def test_a_row_has_the_same_law_in_every_company(native: Native) -> None:
+def test_probabilities_do_not_depend_on_other_rows(native: Native) -> None:
     sampling, x = sampling_tensors(PARAMS), normal(100)
     whole = native.probabilities(x, sampling)
     for b in range(len(PARAMS)):
@@ -94,7 +94,7 @@ def test_a_row_has_the_same_law_in_every_company(native: Native) -> None:
             assert torch.equal(native.probabilities(x[b : b + 1, t : t + 1].contiguous(), alone)[0, 0], whole[b, t])
 
 
-def test_junk_stays_in_its_row(native: Native) -> None:
+def test_junk_logits_affect_only_their_row(native: Native) -> None:
     sampling, x = sampling_tensors(PARAMS), normal(100)
     clean = native.probabilities(x, sampling)
     dirty = x.clone()
@@ -102,7 +102,7 @@ def test_junk_stays_in_its_row(native: Native) -> None:
     assert torch.equal(native.probabilities(dirty, sampling)[:, 1::2], clean[:, 1::2])
 
 
-def test_threads_change_nothing_and_inputs_are_left_alone(native: Native, restored_threads: None) -> None:
+def test_probabilities_are_the_same_with_any_threads_and_inputs_stay(native: Native, restored_threads: None) -> None:
     sampling, x = sampling_tensors(PARAMS), normal(4096)
     before, seen = x.clone(), []
     for threads in (1, 2, 3, 8):

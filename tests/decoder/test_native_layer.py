@@ -107,7 +107,7 @@ def real(x: Tensor, counts: Sequence[int]) -> Tensor:
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("parents", [None, (-1, -1, 0, 0, 1, 2, 5, 4)], ids=["chain", "tree"])
-def test_attention_is_what_its_parts_compute(
+def test_fused_attention_equals_its_parts(
     native: Native, dtype: torch.dtype, biased: bool, parents: tuple[int, ...] | None
 ) -> None:
     made, window = layer(dtype, biased=biased), 9
@@ -137,7 +137,7 @@ def test_attention_is_what_its_parts_compute(
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [1, 5, 17, 40])
-def test_the_mlp_is_what_its_parts_compute(native: Native, dtype: torch.dtype, biased: bool, window: int) -> None:
+def test_the_fused_mlp_equals_its_parts(native: Native, dtype: torch.dtype, biased: bool, window: int) -> None:
     made, hidden = layer(dtype, biased=biased), numbers(3, window, WIDTH, seed=20)
     w = made.mlp
     wide = replace(w, **{name: None if x is None else x.float() for name, x in _tensors(w).items()})
@@ -160,8 +160,10 @@ def _tensors(weights: MlpWeights) -> dict[str, Tensor | None]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_has_the_same_bits_in_every_company(native: Native, restored_threads: None, dtype: torch.dtype) -> None:
-    """One by one, in windows, in a chunk of more rows than a thread prepares by itself, on any number of threads."""
+def test_a_layer_row_is_bitwise_independent_of_other_rows(
+    native: Native, restored_threads: None, dtype: torch.dtype
+) -> None:
+    """Rows one by one, in windows, in a chunk of more rows than a thread prepares, on any number of threads."""
     made, size = layer(dtype, biased=True), 24
     text = numbers(3, size, WIDTH, seed=21)
 
@@ -183,7 +185,7 @@ def test_a_row_has_the_same_bits_in_every_company(native: Native, restored_threa
             assert all(torch.equal(a, b) for a, b in zip(read(window), expected, strict=True))
 
 
-def test_junk_in_other_lines_changes_nothing(native: Native) -> None:
+def test_junk_in_other_batch_rows_changes_nothing(native: Native) -> None:
     made, hidden, at = layer(torch.bfloat16, biased=False), numbers(3, 6, WIDTH, seed=22), place([6, 6, 6], 6)
     turn = rotation(at, 6)
     alone = native.mlp(native.attention(hidden, made.attention, at, cache=made.copied(), rotation=turn), made.mlp)

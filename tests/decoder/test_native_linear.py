@@ -1,4 +1,6 @@
-"""The native product with a weight matrix: right, and the same bits for a row wherever and beside whatever it is."""
+"""The native matmul with a weight matrix: right, and the same bits for a row wherever it is and whatever the others
+are.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ def multiplied(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_it_is_a_product_in_float32(native: Native, shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_native_matmul_accumulates_in_float32(native: Native, shape: tuple[int, int], dtype: torch.dtype) -> None:
     K, N = shape
     weight = numbers(N, K, seed=1).to(dtype)
     for rows in ROWS:
@@ -46,7 +48,9 @@ def test_it_is_a_product_in_float32(native: Native, shape: tuple[int, int], dtyp
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_row_has_the_same_bits_in_every_company(native: Native, shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_a_matmul_row_is_bitwise_independent_of_other_rows(
+    native: Native, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
     K, N = shape
     weight, x = numbers(N, K, seed=1).to(dtype), numbers(1, 70, K)
     alone = torch.cat([native.linear(x[:, i : i + 1], weight) for i in range(70)], 1)
@@ -58,7 +62,7 @@ def test_a_row_has_the_same_bits_in_every_company(native: Native, shape: tuple[i
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("junk", [float("nan"), float("inf"), -float("inf"), 3e38])
-def test_junk_in_other_rows_changes_nothing(native: Native, dtype: torch.dtype, junk: float) -> None:
+def test_junk_in_other_rows_changes_no_result(native: Native, dtype: torch.dtype, junk: float) -> None:
     weight, x = numbers(96, 33, seed=1).to(dtype), numbers(1, 9, 33)
     alone = native.linear(x, weight)
     for kept in range(9):
@@ -68,7 +72,9 @@ def test_junk_in_other_rows_changes_nothing(native: Native, dtype: torch.dtype, 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_threads_change_nothing(native: Native, restored_threads: None, dtype: torch.dtype) -> None:
+def test_matmuls_are_the_same_with_any_number_of_threads(
+    native: Native, restored_threads: None, dtype: torch.dtype
+) -> None:
     for K, N in ((384, 130), (384, 131), (100, 997)):  # past the size at which threads are used at all
         weight, x = numbers(N, K, seed=1).to(dtype), numbers(1, 6, K)
         seen = []
@@ -78,13 +84,13 @@ def test_threads_change_nothing(native: Native, restored_threads: None, dtype: t
         assert all(torch.equal(seen[0], other) for other in seen)
 
 
-def test_inputs_that_are_not_contiguous(native: Native) -> None:
+def test_non_contiguous_inputs_give_the_same_result(native: Native) -> None:
     weight, x = numbers(6, 24), numbers(24, 5, 1)
     turned = x.transpose(0, 2)
     assert torch.equal(native.linear(turned, weight), native.linear(turned.contiguous(), weight))
 
 
-def test_a_smaller_product_after_a_larger_one(native: Native) -> None:
+def test_a_smaller_matmul_after_a_larger_one_is_right(native: Native) -> None:
     """The kernel keeps its scratch memory between calls."""
     small, x = numbers(5, 17, seed=1).bfloat16(), numbers(1, 2, 17)
     before = native.linear(x, small)
@@ -94,7 +100,7 @@ def test_a_smaller_product_after_a_larger_one(native: Native) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(17, 3), (48, 31), (384, 130)])
-def test_padding_is_zero_and_real_rows_have_the_same_bits(
+def test_padding_is_zero_and_real_rows_are_bitwise_identical(
     native: Native, shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
     K, N = shape

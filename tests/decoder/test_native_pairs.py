@@ -61,7 +61,7 @@ def test_activations_are_rounded_and_pairs_added_in_order(native: Native, shape:
         assert torch.equal(native.linear(x.bfloat16().float(), weight), made), "rounding twice changes nothing"
 
 
-def test_ties_are_rounded_to_even_and_what_is_no_number_stays_none(native: Native) -> None:
+def test_ties_round_to_even_and_nan_stays_nan(native: Native) -> None:
     weight = torch.eye(16).bfloat16()
     x = torch.tensor([1 + 2.0**-8, 1 + 3 * 2.0**-8, 1 + 2.0**-8 + 2.0**-20, -1 - 2.0**-8] * 4)
     assert torch.equal(native.linear(x.view(1, 1, 16), weight).view(16), x.bfloat16().float())
@@ -92,7 +92,7 @@ def by_hand() -> Callable[[Tensor, Tensor], Tensor]:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("shape", [*SHAPES, (384, 130)])
-def test_processors_without_the_instruction_come_to_the_same_bits(
+def test_kernels_without_the_bf16_instruction_are_bitwise_identical(
     native: Native, by_hand: Callable[[Tensor, Tensor], Tensor], shape: tuple[int, int], size: float
 ) -> None:
     """Denormals too, which the instruction takes and gives as zeros."""

@@ -22,7 +22,7 @@ from tests.target.many_rounds import run_rounds
 
 @pytest.mark.parametrize("ends", [[], [5, 17, 40]])
 @pytest.mark.parametrize("setting", [{}, {"do_sample": True, "seed": 3}])
-def test_the_same_rounds(
+def test_native_multi_rounds_equal_the_python_rounds(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch, setting: dict[str, object], ends: list[int]
 ) -> None:
     """More texts than slots, of unequal lengths, so that slots idle, limits shrink, and rows of rounds end early."""
@@ -52,7 +52,7 @@ def test_the_same_rounds(
     assert done.sequences.tolist() == wanted.sequences.tolist()  # type: ignore[union-attr]
 
 
-def test_a_budget_of_time_is_kept(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_budget_of_multi_rounds_is_kept(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     """No second round for who has no time; and the tokens do not depend on it."""
     generator, found = SpeculativeGenerator(*workshop.pair(backend="native"), k=4), []
     calls: list[int] = []
@@ -72,7 +72,7 @@ def test_a_budget_of_time_is_kept(workshop: Workshop, monkeypatch: pytest.Monkey
     assert found[0] == found[1]
 
 
-def test_what_it_makes_can_be_written_into_whatever_the_first_caller_s_mode_was(workshop: Workshop) -> None:
+def test_results_are_writable_after_a_first_call_in_inference_mode(workshop: Workshop) -> None:
     draft, target = (fresh(workshop.checkpoint(role), backend="native", batch_size=4) for role in ("draft", "target"))
     generator = SpeculativeGenerator(draft, target, k=4)
     with torch.inference_mode():
@@ -80,8 +80,8 @@ def test_what_it_makes_can_be_written_into_whatever_the_first_caller_s_mode_was(
     assert run(generator, {}).sequences.tolist() == first
 
 
-def test_a_round_that_fails_says_so(workshop: Workshop) -> None:
-    """Here of a step that is closed, as at the end of a process where another thread goes on."""
+def test_a_failing_round_raises(workshop: Workshop) -> None:
+    """The step is closed, as at the end of a process in which another thread continues."""
     draft, target = (fresh(workshop.checkpoint(role), backend="native", batch_size=4) for role in ("draft", "target"))
     generator = SpeculativeGenerator(draft, target, k=4)
     run(generator, {})
@@ -93,9 +93,9 @@ def test_a_round_that_fails_says_so(workshop: Workshop) -> None:
         run(generator, {})
 
 
-def test_other_threads_go_on_while_a_prompt_is_read(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And while any other graph runs. Python is told to take its lock from nobody, so that another thread comes to it
-    only where it is given back.
+def test_other_threads_run_during_a_prefill(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other threads also run during any other graph. Python's switch interval is so long that another thread runs only
+    where the lock is released.
     """
     target = fresh(workshop.checkpoint("target"), backend="native", batch_size=4)
     run(SpeculativeGenerator("ngram", target, k=4), {})

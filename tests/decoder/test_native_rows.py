@@ -1,4 +1,4 @@
-"""What lies between products, natively: the numbers of plain PyTorch, and a row's bits whatever stands beside it."""
+"""Native operations between matmuls: the numbers of plain PyTorch, and a row's bits independent of other rows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def same_rows(made: Tensor, one_by_one: list[Tensor]) -> None:
 @pytest.mark.parametrize("kind", NORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("width", [8, 13, 576])
-def test_norms(native: Native, kind: NormKind, dtype: torch.dtype, width: int) -> None:
+def test_native_norms_equal_pytorch(native: Native, kind: NormKind, dtype: torch.dtype, width: int) -> None:
     x, weight = drawn(2, 5, width) + 0.5, (drawn(width, seed=1) + 1).to(dtype)
     bias = drawn(width, seed=2).to(dtype) if kind == "layer" else None
     made = native.norm(x, weight, eps=1e-5, bias=bias, kind=kind)
@@ -39,13 +39,15 @@ def test_norms(native: Native, kind: NormKind, dtype: torch.dtype, width: int) -
 
 @pytest.mark.parametrize(("batch", "window"), [(1, 1), (3, 1), (1, 5), (2, 5)])
 @pytest.mark.parametrize(("width", "turned"), [(12, 12), (12, 4)])
-def test_rotations_of_heads_within_wider_rows(native: Native, batch: int, window: int, width: int, turned: int) -> None:
+def test_rotations_within_wider_rows_equal_pytorch(
+    native: Native, batch: int, window: int, width: int, turned: int
+) -> None:
     heads = drawn(batch, window, 5 * width).split((3 * width, 2 * width), -1)[1].view(batch, window, 2, width)
     rotation = (drawn(batch, window, 1, turned, seed=1), drawn(batch, window, 1, turned, seed=2))
     torch.testing.assert_close(native.rotate(heads, rotation), PLAIN.rotate(heads, rotation))
 
 
-def test_heads_that_lie_apart_are_refused(native: Native) -> None:
+def test_non_adjacent_heads_are_rejected(native: Native) -> None:
     with pytest.raises(RuntimeError, match="one after the other"):
         native.rotate(drawn(2, 3, 8, 4).transpose(2, 3), (drawn(2, 3, 1, 8), drawn(2, 3, 1, 8)))
 
@@ -53,7 +55,7 @@ def test_heads_that_lie_apart_are_refused(native: Native) -> None:
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("width", [8, 11])
-def test_activations(native: Native, activation: str, gated: bool, width: int) -> None:
+def test_native_activations_equal_pytorch(native: Native, activation: str, gated: bool, width: int) -> None:
     x = 3 * drawn(2, 5, 2 * width if gated else width)
     made = native.activate(x, activation, gated=gated)
     torch.testing.assert_close(made, PLAIN.activate(x, activation, gated=gated), rtol=1e-5, atol=1e-6)
@@ -62,6 +64,6 @@ def test_activations(native: Native, activation: str, gated: bool, width: int) -
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("width", [8, 11])
-def test_rows_of_a_table(native: Native, dtype: torch.dtype, width: int) -> None:
+def test_embedding_lookup_equals_pytorch(native: Native, dtype: torch.dtype, width: int) -> None:
     table, ids = drawn(7, width).to(dtype), torch.tensor([[0, 6, 3], [3, 3, 1]], dtype=torch.int32)
     assert torch.equal(native.embed(table, ids), PLAIN.embed(table, ids))

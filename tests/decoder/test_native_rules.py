@@ -68,7 +68,7 @@ def textbook(given: Case, rule: AttentionRule, *, both_ways: bool = False) -> Te
 
 @every_rule
 @pytest.mark.parametrize("width", [12, 48])
-def test_every_kernel_follows_the_rule(native: Native, rule: AttentionRule, width: int) -> None:
+def test_every_attention_kernel_follows_the_attention_rule(native: Native, rule: AttentionRule, width: int) -> None:
     for window in (1, 5, 9):
         given = case(HEADS, width, window=window, seed=window)
         for kernels in (native, TorchKernels(), TraceableKernels()):
@@ -78,7 +78,7 @@ def test_every_kernel_follows_the_rule(native: Native, rule: AttentionRule, widt
 
 
 @pytest.mark.parametrize("name", ["slides", "slides within its window", "capped", "sinks"])
-def test_rows_that_look_both_ways_see_the_real_rows_of_their_window(native: Native, name: str) -> None:
+def test_bidirectional_rows_attend_to_the_real_rows_of_their_window(native: Native, name: str) -> None:
     for window, count in ((1, [1, 1, 1]), (5, [5, 3, 1]), (9, [9, 4, 7])):
         given = case(HEADS, 16, window=window, seed=window)
         given.count = count
@@ -105,7 +105,7 @@ def test_a_row_has_the_same_bits_in_every_window(native: Native, rule: Attention
 
 
 @every_rule
-def test_a_node_of_a_tree_has_the_bits_of_a_chain(native: Native, rule: AttentionRule) -> None:
+def test_a_tree_node_has_the_bits_of_a_chain_under_every_rule(native: Native, rule: AttentionRule) -> None:
     start = case(HEADS, 16, window=9)
     made = attend(native, start, rule, tree=True)
     for kernels in (TorchKernels(), TraceableKernels()):

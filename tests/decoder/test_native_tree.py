@@ -70,7 +70,7 @@ def test_any_tree_agrees_with_plain_pytorch_and_with_its_chains(parents: tuple[i
 
 @pytest.mark.parametrize("kernels", [Native(), TorchKernels()], ids=["native", "plain"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_keep_leaves_the_cache_a_chain_would_have_left(kernels: Kernels, dtype: torch.dtype) -> None:
+def test_compacting_a_path_leaves_the_cache_of_a_chain(kernels: Kernels, dtype: torch.dtype) -> None:
     start = case(dtype=dtype, window=9)
     ways = [way_down(TREE, 6), way_down(TREE, 7), [0]]  # one path for every line; the last accepts nothing
     used = start.copied()

@@ -1,4 +1,4 @@
-"""Wide registers hold several columns side by side: they come to the bits of a machine that has narrow ones alone."""
+"""Wide registers hold several columns side by side: they give the bits of a machine that has only narrow ones."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def call(function: ctypes._CFuncPtr, *arguments: Tensor | float | None) -> None:
 
 @pytest.mark.parametrize("code", range(3))
 @pytest.mark.parametrize("shape", [(7, 5), (16, 16), (33, 96), (97, 261), (384, 130)])
-def test_products(narrow: ctypes.CDLL, code: int, shape: tuple[int, int]) -> None:
+def test_wide_kernels_give_the_bits_of_narrow_matmuls(narrow: ctypes.CDLL, code: int, shape: tuple[int, int]) -> None:
     K, N = shape
     torch.manual_seed(0)
     weight = torch.randn(N, K).to(DTYPES[code])
@@ -57,7 +57,9 @@ def test_products(narrow: ctypes.CDLL, code: int, shape: tuple[int, int]) -> Non
 
 @pytest.mark.parametrize("form", WeightFormat, ids=lambda form: form.value)
 @pytest.mark.parametrize("shape", [(32, 5), (96, 261)])
-def test_products_with_quantised_matrices(narrow: ctypes.CDLL, form: WeightFormat, shape: tuple[int, int]) -> None:
+def test_wide_kernels_give_the_bits_of_narrow_quantised_matmuls(
+    narrow: ctypes.CDLL, form: WeightFormat, shape: tuple[int, int]
+) -> None:
     K, N = shape
     torch.manual_seed(0)
     stored = quantize(torch.randn(N, K), form)
@@ -72,7 +74,7 @@ def test_products_with_quantised_matrices(narrow: ctypes.CDLL, form: WeightForma
 @pytest.mark.parametrize("code", range(3))
 @pytest.mark.parametrize("width", [12, 20, 48, 64])
 @pytest.mark.parametrize("tree", [False, True])
-def test_attention(narrow: ctypes.CDLL, code: int, width: int, tree: bool) -> None:
+def test_wide_kernels_give_the_bits_of_narrow_attention(narrow: ctypes.CDLL, code: int, width: int, tree: bool) -> None:
     heads, groups, rows = 6, 2, 40
     torch.manual_seed(0)
     cache = [torch.randn(1, groups, rows, width).to(DTYPES[code]) for _ in range(2)]

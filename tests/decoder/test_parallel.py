@@ -1,4 +1,4 @@
-"""Which part of a model each rank has, and that it reads no other part of the files."""
+"""The shard of a model that each rank has; it reads no other part of the files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def config(workshop: Workshop, **changes: object) -> ModelConfig:
     return replace(ModelConfig.from_pretrained(workshop.checkpoint()), **changes)  # type: ignore[arg-type]
 
 
-def test_k_v_heads_are_where_their_queries_are(workshop: Workshop) -> None:
+def test_k_v_heads_are_on_the_ranks_of_their_queries(workshop: Workshop) -> None:
     tiny = config(workshop)
 
     def heads(made: ModelConfig, degree: int, gqa: GQA) -> list[tuple[int, ...]]:
@@ -37,7 +37,7 @@ def test_k_v_heads_are_where_their_queries_are(workshop: Workshop) -> None:
     assert heads(odd, 6, GQA.REPLICATED_HEADS)[:3] == [(0, 0), (0, 1), (1, 1)]
 
 
-def test_heads_that_cannot_be_divided_are_filled_up_group_by_group(workshop: Workshop) -> None:
+def test_heads_that_do_not_divide_are_padded_by_group(workshop: Workshop) -> None:
     """No rank has queries of two K/V heads in part: with three ranks a head of Llama-3-8B's, caches stay small."""
 
     def parts(heads: int, kv: int, degree: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -62,7 +62,7 @@ def test_heads_that_cannot_be_divided_are_filled_up_group_by_group(workshop: Wor
         parts(heads, kv, degree)
 
 
-def test_what_is_filled_up_is_known(workshop: Workshop) -> None:
+def test_padding_is_reported(workshop: Workshop) -> None:
     llama = config(workshop, num_heads=32, num_kv_heads=8, intermediate_size=14336, vocab_size=128256)
     assert padding(llama, 8) == padding(llama, 32) == {}
     assert padding(llama, 24) == {"attention heads": (32, 48), "columns of the MLP": (14336, 14352)}
@@ -70,7 +70,7 @@ def test_what_is_filled_up_is_known(workshop: Workshop) -> None:
 
 @pytest.mark.parametrize("degree", [1, 2, 3, 4, 5, 6])
 @pytest.mark.parametrize("kind", ["grouped", "biased", "llama 3", "odd"])
-def test_parts_put_together_are_the_checkpoint(workshop: Workshop, kind: str, degree: int) -> None:
+def test_concatenated_shards_equal_the_checkpoint(workshop: Workshop, kind: str, degree: int) -> None:
     path = workshop.checkpoint(kind=kind)
     made = ModelConfig.from_pretrained(path)
     whole = checkpoint.load_weights(path, made, torch.float32)
@@ -94,16 +94,14 @@ def test_parts_put_together_are_the_checkpoint(workshop: Workshop, kind: str, de
         assert torch.equal(rebuilt, tensor), name
 
 
-def test_a_vocabulary_that_cannot_be_divided_is_filled_up_with_zeros(workshop: Workshop) -> None:
+def test_a_vocabulary_that_does_not_divide_is_padded_with_zeros(workshop: Workshop) -> None:
     shard = Shard(replace(config(workshop), vocab_size=97), Layout(4), 3)
     part = shard.slice_of(family("llama").tensors(shard.config)["lm_head.weight"])
     assert part is not None and (shard.ids, part.ranges, part.size) == (range(75, 100), ((75, 97),), 25)
 
 
 @pytest.mark.parametrize("gqa", [GQA.SHARD_OVER_HEADS, GQA.ALL_GATHER_HEADS])
-def test_a_rank_reads_its_own_part_of_the_file_and_no_more(
-    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, gqa: GQA
-) -> None:
+def test_a_rank_reads_only_its_shard_of_the_file(workshop: Workshop, monkeypatch: pytest.MonkeyPatch, gqa: GQA) -> None:
     """Every number that leaves the file is counted; the ranks' sum is that of the file and what all must have."""
     path, made = workshop.checkpoint(), config(workshop)
     read: list[int] = []
@@ -137,7 +135,7 @@ def test_a_rank_reads_its_own_part_of_the_file_and_no_more(
         (2, "by-magic", "expected one of 'shard-over-heads', .* got 'by-magic'"),
     ],
 )
-def test_what_cannot_be_divided_is_refused_before_anything_is_read(
+def test_impossible_degrees_are_rejected_before_anything_is_read(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch, degree: int, gqa: str | None, words: str
 ) -> None:
     monkeypatch.setattr("paceline.auto.load_weights", None)
@@ -146,7 +144,7 @@ def test_what_cannot_be_divided_is_refused_before_anything_is_read(
         AutoDecoder.from_pretrained(workshop.checkpoint(), backend="eager", tp_degree=degree, group_query_attention=gqa)
 
 
-def test_backends_of_one_rank_say_so(workshop: Workshop) -> None:
+def test_single_rank_backends_reject_tensor_parallelism(workshop: Workshop) -> None:
     with pytest.raises(ConfigurationError, match="tp_degree: expected 1 for backend='native'"):
         AutoDecoder.from_pretrained(workshop.checkpoint(), backend="native", tp_degree=2)
 
@@ -156,7 +154,7 @@ def test_parts_of_gathered_keys_must_be_even(workshop: Workshop) -> None:
         layout(config(workshop, num_heads=12, num_kv_heads=1, head_dim=8), 3, GQA.ALL_GATHER_HEADS)
 
 
-def test_parts_of_a_pickle_are_read_alike(workshop: Workshop, tmp_path: Path) -> None:
+def test_shards_of_a_pickle_equal_those_of_safetensors(workshop: Workshop, tmp_path: Path) -> None:
     path, made = workshop.checkpoint(), config(workshop)
     whole = checkpoint.load_weights(path, made, torch.float32)
     (tmp_path / "config.json").write_text((path / "config.json").read_text())

@@ -65,7 +65,7 @@ X = torch.tensor([[1.0, -2.0, 0.5, 3.0]])
         lambda s, x: (x.double() * 0.1, (x > 0).float() + 0, x.bfloat16() - 0),
     ],
 )
-def test_it_gives_what_the_step_gives(body: Callable[..., tuple[Tensor, ...]]) -> None:
+def test_a_recorded_program_equals_the_step(body: Callable[..., tuple[Tensor, ...]]) -> None:
     step, program = recorded(body, torch.zeros(1, 4))
     for x in (X, X * 7, X[:, [2, 0, 1, 3]], X.expand(4, 4)[1:2]):
         for got, wanted in zip(program(x), step(x), strict=True):
@@ -73,7 +73,7 @@ def test_it_gives_what_the_step_gives(body: Callable[..., tuple[Tensor, ...]]) -
             assert got.is_contiguous()
 
 
-def test_it_shares_the_tensors_of_the_step() -> None:
+def test_a_program_shares_the_tensors_of_the_step() -> None:
     """Nothing is copied, and what a caller changes in place counts."""
     step, program = recorded(lambda s, x: (x + s.weight, x + s.state), X)
     step.state.fill_(5)
@@ -81,7 +81,7 @@ def test_it_shares_the_tensors_of_the_step() -> None:
     assert torch.equal(program(X)[0], X + step.weight)
 
 
-def test_what_is_written_is_read_in_order() -> None:
+def test_reads_and_writes_keep_their_order() -> None:
     def body(step: Step, x: Tensor) -> tuple[Tensor, ...]:
         before = step.state[0] + 0.0
         first = step.state[:1]
@@ -100,7 +100,7 @@ def test_what_is_written_is_read_in_order() -> None:
     assert torch.equal(step.state, expected.state)
 
 
-def test_what_depends_on_weights_alone_is_computed_once() -> None:
+def test_weight_only_expressions_are_computed_once() -> None:
     _, program = recorded(lambda s, x: (x + (s.weight * 2).sum(0) + torch.arange(4).detach() - 0,), X)
     assert operators(program) == ["add", "add"]
     _, program = recorded(lambda s, x: ((x * 3).exp() + (x * 3).exp(),), X)
@@ -111,7 +111,7 @@ def test_what_depends_on_weights_alone_is_computed_once() -> None:
     assert operators(program) == ["exp"], "nobody reads the logarithm"
 
 
-def test_callers_may_write_into_what_they_get() -> None:
+def test_results_may_be_modified_by_the_caller() -> None:
     step, program = recorded(lambda s, x: (x, x[:, :2], s.weight[0], torch.ones(3), (y := x + 1), y), X)
     given = X.clone()
     wanted = [one.clone() for one in step(given)]
@@ -123,8 +123,8 @@ def test_callers_may_write_into_what_they_get() -> None:
     assert torch.equal(given, X) and step.weight[0, 1] == 1
 
 
-def test_a_program_that_is_dropped_in_the_middle_of_a_trace_is_no_part_of_it() -> None:
-    """As garbage may be, at any moment."""
+def test_a_program_dropped_during_a_trace_is_not_recorded() -> None:
+    """Garbage may be dropped at any moment."""
     _, program = recorded(lambda _step, x: (x + 1,), torch.ones(3))
 
     def traced(x: Tensor) -> Tensor:
@@ -137,12 +137,12 @@ def test_a_program_that_is_dropped_in_the_middle_of_a_trace_is_no_part_of_it() -
         program(torch.ones(3))
 
 
-def test_a_step_that_looks_at_numbers_is_refused() -> None:
+def test_a_step_that_depends_on_tensor_values_is_rejected() -> None:
     with pytest.raises(BackendError, match="a step that reads a tensor's values cannot be recorded"):
         recorded(lambda s, x: (x + 1,) if bool(x.sum() > 0) else (x,), X)
 
 
-def test_inputs_of_another_shape_are_refused() -> None:
+def test_inputs_of_another_shape_are_rejected() -> None:
     _, program = recorded(lambda s, x: (x + 1,), X)
     with pytest.raises(RuntimeError, match="input 0 of a step has the shape"):
         program(torch.zeros(2, 4))
@@ -165,8 +165,10 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
 
 @hypothesis.given(st.lists(st.tuples(st.sampled_from(sorted(UNARY)), st.integers(0, 7), st.integers(0, 7)), max_size=9))
 @hypothesis.settings(max_examples=60)
-def test_any_order_of_reads_and_writes(operations: list[tuple[str, int, int]]) -> None:
-    """What is left out or moved must not be seen: of random operations, some in place, on inputs, views and state."""
+def test_random_orders_of_reads_and_writes_equal_the_step(operations: list[tuple[str, int, int]]) -> None:
+    """Removing and moving operations changes no result: random operations, some in place, on inputs, views and
+    state.
+    """
 
     def body(step: Step, x: Tensor) -> tuple[Tensor, ...]:
         values = [x + 1, step.state[:1], step.weight[:1] * 1.5]
@@ -183,7 +185,7 @@ def test_any_order_of_reads_and_writes(operations: list[tuple[str, int, int]]) -
     assert torch.equal(step.state, expected.state)
 
 
-def test_the_steps_of_a_decoder_share_its_weights_and_its_cache(workshop: Workshop) -> None:
+def test_steps_of_a_decoder_share_its_weights_and_cache(workshop: Workshop) -> None:
     draft, target = (fresh(workshop.checkpoint(role), backend="native", batch_size=4) for role in ("draft", "target"))
     for fused in (None, False):
         run(SpeculativeGenerator(draft, target, k=4, fused=fused), {})
@@ -206,7 +208,7 @@ def test_compile_makes_every_graph_ahead_of_its_use(workshop: Workshop) -> None:
 
 
 @pytest.mark.parametrize("backend", ["eager", "native"])
-def test_there_is_nothing_to_save(workshop: Workshop, tmp_path: Path, backend: str) -> None:
+def test_native_has_no_graphs_to_save(workshop: Workshop, tmp_path: Path, backend: str) -> None:
     decoder = workshop.decoder(backend=backend)
     plain(decoder, {}, prompts=PROMPTS[:1], new=1)
     for act in (decoder.save, decoder.load):
@@ -215,8 +217,8 @@ def test_there_is_nothing_to_save(workshop: Workshop, tmp_path: Path, backend: s
 
 
 @pytest.mark.parametrize("how", ["CXX", "PATH"])
-def test_without_a_compiler_the_remedy_is_named(tmp_path: Path, how: str) -> None:
-    """Where kernels have to be built: whoever has them needs no compiler."""
+def test_a_missing_compiler_names_the_remedy(tmp_path: Path, how: str) -> None:
+    """If kernels have to be built: with them in the cache no compiler is needed."""
     place = {"CXX": "/nonexistent/g++"} if how == "CXX" else {"PATH": str(tmp_path)}
     variables = {**{name: value for name, value in os.environ.items() if name != "CXX"}, **place}
     command = [sys.executable, "-c", "from paceline.decoder.backends.native import NativeBackend; NativeBackend()"]
@@ -227,7 +229,7 @@ def test_without_a_compiler_the_remedy_is_named(tmp_path: Path, how: str) -> Non
 
 
 @pytest.mark.parametrize("draft", ["model", "ngram", None])
-def test_compile_leaves_nothing_to_record_for_any_kind_of_request(workshop: Workshop, draft: str | None) -> None:
+def test_compile_records_every_sampling_mode(workshop: Workshop, draft: str | None) -> None:
     """A request of a kind that was not seen before makes no other wait."""
     small, target = (fresh(workshop.checkpoint(role), backend="native", batch_size=4) for role in ("draft", "target"))
     generator = SpeculativeGenerator(small if draft == "model" else draft, target, **({"k": 4} if draft else {}))

@@ -47,7 +47,7 @@ def load(folder: Path, backend: str = "eager", **options: object) -> SamplingDec
 
 
 @pytest.mark.parametrize("form", BLOCKS, ids=lambda form: form.value)
-def test_blocks_are_those_of_the_gguf_package(form: WeightFormat) -> None:
+def test_blocks_equal_those_of_the_gguf_package(form: WeightFormat) -> None:
     original = weight(8, 96)
     stored = quantize(original, form)
     kind = gguf.GGMLQuantizationType[form.name]
@@ -55,7 +55,7 @@ def test_blocks_are_those_of_the_gguf_package(form: WeightFormat) -> None:
     assert np.array_equal(stored.dequantize().numpy(), gguf.quants.dequantize(stored.data.numpy(), kind))
 
 
-def test_an_integer_is_at_most_half_a_scale_away_and_a_row_of_zeros_stays_zero() -> None:
+def test_int8_error_is_at_most_half_a_scale_and_zero_rows_stay_zero() -> None:
     original = weight(8, 50)
     original[3] = 0
     stored = quantize(original, WeightFormat.INT8)
@@ -66,7 +66,7 @@ def test_an_integer_is_at_most_half_a_scale_away_and_a_row_of_zeros_stays_zero()
 
 
 @pytest.mark.parametrize("form", FLOATS8, ids=lambda form: form.value)
-def test_a_float_of_8_bits_is_as_near_as_its_mantissa_allows(form: WeightFormat) -> None:
+def test_fp8_error_is_within_its_mantissa(form: WeightFormat) -> None:
     """Half a step of the last bit of a normal number, or of the least subnormal one."""
     original = weight(8, 500) * torch.logspace(-3, 0, 500)
     stored = quantize(original, form)
@@ -79,8 +79,8 @@ def test_a_float_of_8_bits_is_as_near_as_its_mantissa_allows(form: WeightFormat)
 
 
 @pytest.mark.parametrize("form", FLOATS8, ids=lambda form: form.value)
-def test_every_float_of_8_bits_is_widened_to_its_own_value(form: WeightFormat) -> None:
-    """All patterns of bits that are numbers, in whole vectors and behind the last one."""
+def test_every_fp8_number_is_widened_exactly(form: WeightFormat) -> None:
+    """All patterns of bits that are numbers, in full vectors and after the last one."""
     every = torch.arange(256, dtype=torch.uint8).view(form.dtype)
     every = every[torch.isfinite(every.float())]
     for width in (16, 3):  # a vector, and single numbers
@@ -92,7 +92,7 @@ def test_every_float_of_8_bits_is_widened_to_its_own_value(form: WeightFormat) -
         assert torch.equal(TraceableKernels().linear(x, packed)[0, 0], every.float())
 
 
-def test_one_scale_serves_a_whole_matrix_of_integers() -> None:
+def test_int8_per_tensor_has_one_scale() -> None:
     stored = quantize(weight(8, 50), WeightFormat.INT8_PER_TENSOR)
     assert stored.scales is not None and len(stored.scales.unique()) == 1
     assert int(stored.data.abs().max()) == 127
@@ -103,7 +103,7 @@ def test_one_scale_serves_a_whole_matrix_of_integers() -> None:
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.value)
 @pytest.mark.parametrize(("rows", "columns"), [(40, 64), (33, 96), (3, 32), (128, 256)])
-def test_a_product_is_nearly_that_of_the_dequantised_matrix(form: WeightFormat, rows: int, columns: int) -> None:
+def test_a_quantised_matmul_is_near_the_dequantised_one(form: WeightFormat, rows: int, columns: int) -> None:
     """Activations become integers of 16 bits with integers and blocks: half a step of each, times its weight."""
     packed = PackedMatrix(quantize(weight(rows, columns), form))
     x, native = weight(23, columns).view(1, 23, columns), Native()
@@ -129,7 +129,7 @@ def test_a_row_has_the_same_bits_whatever_the_number_of_rows(form: WeightFormat)
     assert torch.equal(native.linear(x, packed, count)[:, :7], alone[:, :7])
 
 
-def test_graphs_for_accelerators_scale_the_sums_of_int8_and_refuse_blocks() -> None:
+def test_accelerator_graphs_scale_int8_sums_and_reject_blocks() -> None:
     original, x = weight(40, 64), weight(5, 64).view(1, 5, 64)
     packed = PackedMatrix(quantize(original, WeightFormat.INT8))
     torch.testing.assert_close(
@@ -162,7 +162,7 @@ def test_every_matrix_is_quantised_and_nothing_else(folder: Path) -> None:
 
 @pytest.mark.parametrize("form", ["int8", "int8_per_tensor", "fp8_e4m3"])
 @pytest.mark.parametrize("degree", [2, 4])
-def test_ranks_have_parts_of_the_same_quantised_matrices(folder: Path, degree: int, form: str) -> None:
+def test_ranks_hold_shards_of_one_quantised_matrix(folder: Path, degree: int, form: str) -> None:
     config = ModelConfig.from_pretrained(folder)
     whole = load_weights(folder, config, torch.float32, quantization=form)
     shards = [Shard(config, Layout(degree), rank) for rank in range(degree)]
@@ -205,7 +205,7 @@ def test_a_gguf_file_is_quantised_again_on_request(tmp_path: Path) -> None:
     assert torch.equal(found.data, quantize(stored.dequantize(), WeightFormat.Q4_0).data)
 
 
-def test_what_cannot_be_done_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
+def test_unsupported_quantisation_is_rejected_by_name(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(
         ConfigurationError, match=r"quantization: expected one of int8, int8_per_tensor, fp8_e4m3, .*q4_1.*, got 'int3'"
     ):
@@ -220,7 +220,7 @@ def test_what_cannot_be_done_is_refused_by_name(folder: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", families.FAMILIES)
-def test_every_family_is_quantised_in_the_order_that_it_multiplies(tmp_path: Path, name: str) -> None:
+def test_every_family_quantises_along_its_matmuls(tmp_path: Path, name: str) -> None:
     """A wrong order of rows gives logits that have nothing to do with those of the model."""
     families.network(name).save_pretrained(tmp_path)
     tokens = torch.arange(12, dtype=torch.int32).view(1, 12)

@@ -50,7 +50,7 @@ BOUNDS: dict[tuple[str | None, str | None], tuple[float, float]] = {
 
 @cache
 def logits(kernels: type[Kernels], weights: str | None, cached: str | None) -> Tensor:
-    """Of every token of the text, read at once. [LENGTH, V]"""
+    """Logits of every token of the text, read at once. [LENGTH, V]"""
     config = ModelConfig.from_pretrained(TARGET)
     asked = LoadOptions(context_length_estimate=LENGTH, amp="f32", quantization=weights, kv_cache_dtype=cached)
     options = decoder_options(asked, 128)

@@ -57,7 +57,7 @@ def load(
 
 @pytest.fixture(scope="module", params=DEGREES)
 def target(request: pytest.FixtureRequest, workshop: Workshop) -> Iterator[SamplingDecoder]:
-    """It keeps the processes of its degree alive for all tests of this module."""
+    """Keep the processes of this degree alive for all tests of this module."""
     made = load(workshop, request.param)
     yield made
     made.close()
@@ -73,7 +73,7 @@ def ranks(decoder: SamplingDecoder) -> Ranks:
     return decoder.backend.ranks
 
 
-def test_plain_and_two_models_fused_and_apart(workshop: Workshop, target: SamplingDecoder) -> None:
+def test_plain_fused_and_separate_models_on_ranks_keep_the_tokens(workshop: Workshop, target: SamplingDecoder) -> None:
     degree = target.options.layout.degree
     draft, whole = load(workshop, degree, "draft"), load(workshop, 1)
     assert ranks(draft) is ranks(target), "a graph can hold both"
@@ -90,7 +90,7 @@ def test_plain_and_two_models_fused_and_apart(workshop: Workshop, target: Sampli
 
 
 @pytest.mark.full
-def test_six_ranks_of_nine_heads_with_zero_padding(workshop: Workshop) -> None:
+def test_nine_heads_on_six_ranks_are_zero_padded(workshop: Workshop) -> None:
     """9 query and 3 K/V heads, 50 columns of the MLP and 97 ids become 12, 6, 54 and 102."""
     target, draft = (load(workshop, 6, role, "odd") for role in ("target", "draft"))
     try:
@@ -107,13 +107,13 @@ def test_six_ranks_of_nine_heads_with_zero_padding(workshop: Workshop) -> None:
         target.close()
 
 
-def test_logits_are_those_of_the_whole_model(workshop: Workshop, target: SamplingDecoder) -> None:
+def test_logits_equal_those_of_one_rank(workshop: Workshop, target: SamplingDecoder) -> None:
     ours, theirs = (steps.prefill(made, 0, PROMPTS[0])[0] for made in (target, load(workshop, 1)))
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-5)
     assert not torch.equal(ours, theirs), "these are sums of parts"
 
 
-def test_reject_needs_the_law_of_the_whole_vocabulary(workshop: Workshop, target: SamplingDecoder) -> None:
+def test_reject_gathers_the_distribution_over_the_vocabulary(workshop: Workshop, target: SamplingDecoder) -> None:
     made = [
         tokens(
             SpeculativeGenerator(load(workshop, degree, "draft"), model, k=2, acceptor="reject"), **SETTINGS["sampled"]
@@ -124,7 +124,9 @@ def test_reject_needs_the_law_of_the_whole_vocabulary(workshop: Workshop, target
 
 
 @pytest.mark.parametrize(("tied", "setting"), [(True, "cut"), (False, "greedy")])
-def test_medusa(workshop: Workshop, target: SamplingDecoder, tmp_path: Path, tied: bool, setting: str) -> None:
+def test_medusa_on_ranks_keeps_the_tokens(
+    workshop: Workshop, target: SamplingDecoder, tmp_path: Path, tied: bool, setting: str
+) -> None:
     torch.manual_seed(0)
     shape = MedusaConfig(2, 1, 32, VOCABULARY, tied=tied)
     medusa.save(tmp_path, shape, {name: torch.randn(size) * 0.2 for name, size in shape.shapes().items()})
@@ -146,7 +148,9 @@ def test_medusa(workshop: Workshop, target: SamplingDecoder, tmp_path: Path, tie
         ("one key head", "replicated-heads"),
     ],
 )
-def test_every_kind_and_layout_of_heads(workshop: Workshop, target: SamplingDecoder, kind: str, gqa: str) -> None:
+def test_every_head_layout_on_ranks_keeps_the_tokens(
+    workshop: Workshop, target: SamplingDecoder, kind: str, gqa: str
+) -> None:
     """The tiny kinds have 2 K/V heads, or 1; "biased" and "llama 3" have biases, and tied tables."""
     degree = target.options.layout.degree
     if gqa == "all-gather-heads" and degree == 3 and kind != "biased":  # 16 rows of keys for three
@@ -159,7 +163,7 @@ def test_every_kind_and_layout_of_heads(workshop: Workshop, target: SamplingDeco
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gemma2"])
-def test_other_families(target: SamplingDecoder, tmp_path: Path, family: str) -> None:
+def test_other_families_on_ranks_keep_the_tokens(target: SamplingDecoder, tmp_path: Path, family: str) -> None:
     """Experts with 40 columns, and capped scores in heads of 12, for three ranks and for four."""
     degree = target.options.layout.degree
     asked = {"backend": "eager", "amp": "f32", "batch_size": 2, "context_length_estimate": [CHUNK]}
@@ -172,7 +176,7 @@ def test_other_families(target: SamplingDecoder, tmp_path: Path, family: str) ->
 
 
 class Scale(torch.nn.Module):
-    """A step with a tensor of its own, and a tool that may not be one to send."""
+    """A step with a separate tensor, and a tool that may not be sent."""
 
     def __init__(self, tool: object) -> None:
         super().__init__()
@@ -184,7 +188,7 @@ class Scale(torch.nn.Module):
         return (x * self.scale * self.same,)
 
 
-def test_what_could_not_be_sent_is_sent_with_the_next_step(target: SamplingDecoder) -> None:
+def test_tensors_of_a_failed_step_are_sent_with_the_next(target: SamplingDecoder) -> None:
     """The tensors of a step that failed on its way do not count as known to the other ranks."""
     step, example = Scale(lambda: None), [torch.ones(2)]
 
@@ -207,7 +211,7 @@ def test_models_of_different_degrees_take_two_steps(workshop: Workshop, target: 
         tokens(SpeculativeGenerator(draft, target, k=2, fused=True))
 
 
-def test_two_targets_cannot_share_a_divided_draft(target: SamplingDecoder) -> None:
+def test_two_targets_cannot_share_a_tensor_parallel_draft(target: SamplingDecoder) -> None:
     with pytest.raises(ConfigurationError, match="target: a model with tp_degree above 1 has one cache; load"):
         target.sibling()
 
@@ -218,7 +222,7 @@ def gone(processes: list[int]) -> bool:
 
 @pytest.fixture
 def alone(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> SamplingDecoder:
-    """A decoder in processes of its own."""
+    """A decoder in separate processes."""
     monkeypatch.setattr("paceline.decoder.backends.eager.shared", Ranks)
     return load(workshop, 2)
 
@@ -278,7 +282,7 @@ class Sum(torch.nn.Module):
         return (self._group.reduce(x + y),)
 
 
-def test_a_rank_that_cannot_load_its_part_is_the_caller_s_error(
+def test_a_rank_that_fails_to_load_raises_in_the_caller(
     workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = shutil.copytree(workshop.checkpoint(), tmp_path / "model")
@@ -296,7 +300,7 @@ def test_a_rank_that_cannot_load_its_part_is_the_caller_s_error(
     assert gone(own.processes)
 
 
-def test_a_step_that_cannot_be_sent_is_refused_and_harms_nothing(target: SamplingDecoder) -> None:
+def test_a_step_that_cannot_be_sent_is_rejected_without_side_effects(target: SamplingDecoder) -> None:
     class Local(torch.nn.Module):
         """A class that no other process can find."""
 
@@ -323,7 +327,7 @@ def test_a_load_that_fails_on_a_rank_leaves_the_others_their_models(
 
 
 @pytest.mark.usefixtures("two_ranks")
-def test_a_relative_path_is_that_of_the_process_that_loads(
+def test_a_relative_path_is_resolved_by_the_loading_process(
     workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The processes of the ranks are older than the change of its folder."""

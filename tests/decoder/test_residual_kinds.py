@@ -1,4 +1,4 @@
-"""What `reject` draws after a rejection, by kind of sampling: the same tokens, and the cost of that kind."""
+"""Tokens that `reject` samples after a rejection, by sampling mode: the same tokens, and the cost of that mode."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Rejecting(nn.Module):
 
 
 @pytest.mark.parametrize("greedy", [False, True])
-def test_a_residual_of_few_ids_is_the_same_token_in_every_kind(greedy: bool) -> None:
+def test_a_residual_of_few_ids_gives_the_same_token_in_every_mode(greedy: bool) -> None:
     """Some rows are greedy, or all; the target has up to 256 ids of 700, as after top-k, and the draft has others."""
     dice = torch.Generator().manual_seed(2)
     rows = [
@@ -63,7 +63,7 @@ def test_a_residual_of_few_ids_is_the_same_token_in_every_kind(greedy: bool) -> 
 
 @pytest.mark.full  # a cost of graphs for Neuron
 @pytest.mark.parametrize(("kind", "passes", "topk"), [("greedy", 32, 0), ("top-k", 30, 1), ("full", 90, 2)])
-def test_a_residual_costs_what_its_kind_costs(kind: SamplingKind, passes: int, topk: int) -> None:
+def test_the_cost_of_a_residual_is_that_of_its_sampling_mode(kind: SamplingKind, passes: int, topk: int) -> None:
     """In rows of the vocabulary, for a chain of four: the ratio tests and the residual, without the probabilities."""
     width = 128_256
     sampling, ids = sampling_tensors([Sampling()]), [torch.zeros(1, rows, dtype=torch.int32) for rows in (K, K + 1)]

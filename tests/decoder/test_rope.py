@@ -75,7 +75,7 @@ def reference_tables(config: LlamaConfig, positions: int) -> tuple[Tensor, Tenso
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("layout", [4, 5])
-def test_tables_are_those_of_transformers(tmp_path: Path, case: str, layout: int) -> None:
+def test_rope_tables_equal_those_of_transformers(tmp_path: Path, case: str, layout: int) -> None:
     rope, positions = CASES[case]
     theirs = reference_config(rope)
     theirs.save_pretrained(tmp_path)
@@ -111,7 +111,7 @@ def test_dynamic_is_default_up_to_the_trained_length() -> None:
     ],
     ids=lambda value: getattr(value, "type", ""),
 )
-def test_where_frequencies_follow_the_text_no_table_is_made(config: RopeConfig, longest: int) -> None:
+def test_length_dependent_frequencies_are_rejected(config: RopeConfig, longest: int) -> None:
     with pytest.raises(ConfigurationError) as caught:
         rope_tables(config, HEAD, longest + 1)
     for part in (
@@ -123,14 +123,14 @@ def test_where_frequencies_follow_the_text_no_table_is_made(config: RopeConfig, 
         assert part in str(caught.value)
 
 
-def test_transformers_turns_a_short_text_otherwise_once_it_grows() -> None:
+def test_transformers_changes_longrope_of_a_growing_text() -> None:
     """Why there is no table for longrope beyond the original length: row 0 to 63 would have two sets of values."""
     theirs = reference_config(LONGROPE)
     short, long = (reference_tables(theirs, positions)[0] for positions in (ORIGINAL, ORIGINAL + 1))
     assert not torch.allclose(short, long[:ORIGINAL], atol=1e-2)
 
 
-def test_a_decoder_longer_than_longrope_s_original_length_is_refused_before_weights_are_read(tmp_path: Path) -> None:
+def test_longrope_beyond_the_original_length_is_rejected_before_weights_are_read(tmp_path: Path) -> None:
     reference_config(LONGROPE).save_pretrained(tmp_path)
     with pytest.raises(ConfigurationError, match=f"n_positions={ORIGINAL} or less"):
         AutoDecoder.from_pretrained(tmp_path, backend="eager")
@@ -141,12 +141,12 @@ def test_a_decoder_longer_than_longrope_s_original_length_is_refused_before_weig
 
 
 @pytest.mark.parametrize(("head_dim", "positions"), [(16, 0), (15, 4), (0, 4)])
-def test_impossible_sizes(head_dim: int, positions: int) -> None:
+def test_impossible_sizes_are_rejected(head_dim: int, positions: int) -> None:
     with pytest.raises(ConfigurationError, match=f"got {positions} and head_dim={head_dim}"):
         rope_tables(RopeConfig(), head_dim, positions)
 
 
-def test_unknown_type_and_wrong_number_of_factors() -> None:
+def test_unknown_types_and_wrong_factor_counts_are_rejected() -> None:
     with pytest.raises(UnknownArchitectureError, match="proportional, got 'su'"):
         rope_tables(RopeConfig("su"), HEAD, 4)
     with pytest.raises(UnknownArchitectureError, match=r"short_factor: expected 8 entries .*, got 1"):
@@ -164,7 +164,7 @@ def rotated(x: Tensor, place: int) -> Tensor:
     return apply_rope(x, cos[place, None], sin[place, None])
 
 
-def test_rotation_is_that_of_transformers_in_float32() -> None:
+def test_rotation_equals_transformers_in_float32() -> None:
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(2, 5, heads, HEAD, generator=generator) for heads in (4, 2))
     cos, sin = rope_tables(RopeConfig(), HEAD, LENGTH)
@@ -182,7 +182,7 @@ def test_bfloat16_is_rounded_once() -> None:
     assert torch.equal(result, rotated(x.float(), 33).bfloat16())
 
 
-def test_products_depend_on_distance_alone() -> None:
+def test_rotated_products_depend_only_on_distance() -> None:
     generator = torch.Generator().manual_seed(2)
     q, k = (torch.randn(1, HEAD, generator=generator) for _ in range(2))
     near = rotated(q, 9) @ rotated(k, 4).T

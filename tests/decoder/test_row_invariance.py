@@ -40,7 +40,7 @@ def read(decoder: SamplingDecoder, text: Tensor) -> Tensor:
     return torch.cat(parts, 1)
 
 
-def test_the_place_in_the_window_changes_nothing(decoder: SamplingDecoder) -> None:
+def test_a_rows_bits_do_not_depend_on_its_place_in_the_window(decoder: SamplingDecoder) -> None:
     text = ids(0, 4, LENGTH)
     expected = read(decoder, text)
     for shift in range(1, WIDTH):
@@ -48,7 +48,7 @@ def test_the_place_in_the_window_changes_nothing(decoder: SamplingDecoder) -> No
             assert torch.equal(window(decoder, text[:, at : at + WIDTH], at), expected[:, at : at + WIDTH])
 
 
-def test_what_later_rows_hold_changes_nothing(decoder: SamplingDecoder) -> None:
+def test_a_rows_bits_do_not_depend_on_later_rows(decoder: SamplingDecoder) -> None:
     text = ids(0, 4, LENGTH)
     expected = read(decoder, text)
     for at in (0, 20, 50):
@@ -59,7 +59,7 @@ def test_what_later_rows_hold_changes_nothing(decoder: SamplingDecoder) -> None:
         window(decoder, text[:, at : at + WIDTH], at)
 
 
-def test_what_other_slots_hold_changes_nothing(decoder: SamplingDecoder) -> None:
+def test_a_rows_bits_do_not_depend_on_other_slots(decoder: SamplingDecoder) -> None:
     text = ids(0, 4, LENGTH)
     expected = read(decoder, text)
     read(decoder, ids(9, 4, LENGTH))

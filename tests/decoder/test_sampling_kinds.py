@@ -1,4 +1,4 @@
-"""Kinds of sampling in graphs: which graph a round asks for, and what its kernels are told.
+"""Sampling modes in graphs: the graph that a round uses, and what its kernels receive.
 
 The kernels here have a graph for every kind and check each of their calls; what they choose is what plain PyTorch
 chooses from the values, so that no token may change.
@@ -69,7 +69,7 @@ class KernelsByKind(TorchKernels):
 
 
 def by_kind(workshop: Workshop, role: str = "target") -> tuple[SamplingDecoder, KernelsByKind]:
-    """A decoder of its own whose kernels have a graph for every kind."""
+    """A separate decoder whose kernels have a graph for every sampling mode."""
     decoder, kernels = fresh(workshop.checkpoint(role), backend="eager", batch_size=2), KernelsByKind()
     decoder.on_graph = lambda _event: None
     decoder.backend.kernels = decoder.body.kernels = kernels
@@ -127,7 +127,7 @@ def test_every_sampling_mode_has_separate_graphs_and_the_same_tokens(
 
 
 @pytest.mark.parametrize("name", SAMPLED)
-def test_a_step_tells_its_kernels_the_kind_it_was_made_for(workshop: Workshop, name: str) -> None:
+def test_a_step_passes_its_sampling_mode_to_the_kernels(workshop: Workshop, name: str) -> None:
     decoder = workshop.decoder()
     body, kernels = deepcopy(decoder.body), KernelsByKind()
     body.kernels = kernels
@@ -140,7 +140,7 @@ def test_a_step_tells_its_kernels_the_kind_it_was_made_for(workshop: Workshop, n
     assert kernels.seen == ({"wide", "full"} if "reject" in name else {"wide"})
 
 
-def test_kernels_that_look_at_values_have_one_graph_for_all_kinds(workshop: Workshop) -> None:
+def test_kernels_that_read_values_have_one_graph_for_all_modes(workshop: Workshop) -> None:
     draft, target = (fresh(workshop.checkpoint(role), batch_size=2) for role in ("draft", "target"))
     generator = SpeculativeGenerator(draft, target, k=3)
     for setting in KINDS.values():
@@ -149,7 +149,7 @@ def test_kernels_that_look_at_values_have_one_graph_for_all_kinds(workshop: Work
 
 
 @pytest.mark.parametrize("fused", [None, False])
-def test_compile_makes_the_graphs_of_all_kinds_but_the_widest(workshop: Workshop, fused: bool | None) -> None:
+def test_compile_builds_the_graphs_of_all_modes_but_the_widest(workshop: Workshop, fused: bool | None) -> None:
     target, _ = by_kind(workshop)
     draft, _ = by_kind(workshop, "draft")
     generator = SpeculativeGenerator(draft, target, k=3, fused=fused)
@@ -164,7 +164,7 @@ def test_compile_makes_the_graphs_of_all_kinds_but_the_widest(workshop: Workshop
 
 
 @pytest.mark.parametrize("fused", [None, False])
-def test_compile_makes_the_graphs_of_the_kinds_that_are_named(workshop: Workshop, fused: bool | None) -> None:
+def test_compile_builds_the_graphs_of_the_given_modes(workshop: Workshop, fused: bool | None) -> None:
     (draft, _), (target, _) = by_kind(workshop, "draft"), by_kind(workshop)
     generator = SpeculativeGenerator(draft, target, k=3, fused=fused)
     generator.compile(kinds=["full", "greedy"])
@@ -177,7 +177,7 @@ def test_compile_makes_the_graphs_of_the_kinds_that_are_named(workshop: Workshop
     assert {key.sampling for key in set(made(target, draft)) - before} == {"top-k"}
 
 
-def test_kinds_that_are_unknown_are_refused(workshop: Workshop) -> None:
+def test_unknown_sampling_modes_are_rejected(workshop: Workshop) -> None:
     generator = SpeculativeGenerator(None, workshop.decoder())
     for kinds in ([], ["cold"], ["greedy", "Full"]):
         with pytest.raises(ConfigurationError, match="greedy, top-k, full, wide"):
@@ -187,5 +187,5 @@ def test_kinds_that_are_unknown_are_refused(workshop: Workshop) -> None:
 @pytest.mark.parametrize(
     ("kind", "text"), [(None, "verify[2]@64"), ("full", "verify[2]@64"), ("greedy", "verify[2, greedy]@64")]
 )
-def test_a_key_names_a_kind_where_there_is_something_to_tell(kind: SamplingKind | None, text: str) -> None:
+def test_a_graph_key_names_the_sampling_mode_where_it_matters(kind: SamplingKind | None, text: str) -> None:
     assert str(GraphKey("verify", 2, 64, sampling=kind)) == text

@@ -56,7 +56,7 @@ def texts(decoder: SamplingDecoder, **asked: Any) -> list[list[int]]:
     return made.tolist()
 
 
-def test_it_is_the_model_that_is_quantised_while_it_is_loaded(original: Path, quantized: Path) -> None:
+def test_a_saved_quantised_model_equals_one_quantised_at_load(original: Path, quantized: Path) -> None:
     made, expected = load(quantized), load(original, quantization="int8")
     for asked in ({}, {"do_sample": True, "seed": 3}):
         assert texts(made, **asked) == texts(expected, **asked)
@@ -69,7 +69,7 @@ def test_it_is_the_model_that_is_quantised_while_it_is_loaded(original: Path, qu
 
 
 @pytest.mark.parametrize("form", ["int8_per_tensor", "fp8_e4m3"])
-def test_other_formats_of_8_bits(original: Path, tmp_path: Path, form: str) -> None:
+def test_other_8_bit_formats_are_read(original: Path, tmp_path: Path, form: str) -> None:
     save_quantized(original, tmp_path / "made", form)
     made, expected = load(tmp_path / "made"), load(original, quantization=form)
     assert texts(made) == texts(expected) == texts(load(tmp_path / "made", quantization=form))
@@ -83,7 +83,7 @@ def test_other_formats_of_8_bits(original: Path, tmp_path: Path, form: str) -> N
         load(tmp_path / "made", quantization="fp8_e5m2")
 
 
-def test_a_nan_of_8_bits_is_found(original: Path, tmp_path: Path) -> None:
+def test_a_nan_in_8_bits_is_rejected(original: Path, tmp_path: Path) -> None:
     save_quantized(original, tmp_path / "made", "fp8_e4m3")
     tensors = load_file(tmp_path / "made" / "model.safetensors")
     tensors["lm_head.weight"].view(torch.uint8)[3, 4] = 0x7F
@@ -101,7 +101,7 @@ def altered(quantized: Path, folder: Path, **fields: Any) -> tuple[Path, dict[st
 
 
 def test_a_vocabulary_may_stay_in_floats(original: Path, quantized: Path, tmp_path: Path) -> None:
-    """As other programs write it: linear layers alone, scales in bfloat16."""
+    """A checkpoint as other programs write it: only linear layers, scales in bfloat16."""
     settings = copy.deepcopy(QUANTIZATION_CONFIG)
     settings["ignore"], settings["config_groups"]["group_0"]["targets"] = ["lm_head"], ["Linear"]
     folder, tensors = altered(quantized, tmp_path / "other", quantization_config=settings)
@@ -120,7 +120,7 @@ def test_a_vocabulary_may_stay_in_floats(original: Path, quantized: Path, tmp_pa
     assert 0 < float((made - exact).abs().max()) < 0.1 * float(exact.abs().max())
 
 
-def test_damaged_ones_are_refused(quantized: Path, tmp_path: Path) -> None:
+def test_damaged_quantised_checkpoints_are_rejected(quantized: Path, tmp_path: Path) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
     for index, value in enumerate((0.0, -1.0, float("nan"))):
         folder, tensors = altered(quantized, tmp_path / str(index))
@@ -159,13 +159,13 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("words", OTHERS)
-def test_other_ways_to_quantise_are_refused_by_name(quantized: Path, tmp_path: Path, words: str) -> None:
+def test_other_quantisation_methods_are_rejected_by_name(quantized: Path, tmp_path: Path, words: str) -> None:
     folder, _ = altered(quantized, tmp_path / "other", quantization_config={**QUANTIZATION_CONFIG, **OTHERS[words]})
     with pytest.raises(UnknownArchitectureError, match=words):
         ModelConfig.from_pretrained(folder)
 
 
-def test_what_cannot_be_saved(original: Path, quantized: Path, tmp_path: Path) -> None:
+def test_impossible_saves_are_rejected(original: Path, quantized: Path, tmp_path: Path) -> None:
     for source, into, form, words in (
         (original, original, "int8", "expected another folder than the checkpoint's"),
         (original, tmp_path, "q4_1", "q4_0 for safetensors"),

@@ -63,7 +63,7 @@ def equal(one: Stored, other: Stored) -> bool:
     + [("gpt2", form) for form in ROWS]
     + [("tied", "fp8_e5m2"), ("mixtral", "fp8_e5m2"), ("mixtral", "int8")],
 )
-def test_every_number_comes_back(
+def test_every_saved_number_is_read_back(
     originals: dict[str, Path], tmp_path: Path, name: str, form: str, rank: int | None
 ) -> None:
     save_quantized(originals[name], tmp_path / "made", form)
@@ -90,7 +90,7 @@ def test_backends_without_blocks_get_packed_matrices_as_floats(originals: dict[s
 
 
 @pytest.mark.parametrize("form", BLOCKS)
-def test_words_are_those_of_compressed_tensors(form: str) -> None:
+def test_packed_words_equal_those_of_compressed_tensors(form: str) -> None:
     """Number i of a row begins at bit i * bits, with 2^(bits - 1) added."""
     matrix = quantize(torch.randn(5, 96, generator=torch.Generator().manual_seed(0)), WeightFormat(form))
     made = packed_parts("x.weight", matrix)
@@ -101,7 +101,7 @@ def test_words_are_those_of_compressed_tensors(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["int8", "fp8_e5m2"])
-def test_turned_matrices_decode_as_the_original_quantised(
+def test_transposed_matrices_decode_like_the_quantised_original(
     originals: dict[str, Path], tmp_path: Path, form: str
 ) -> None:
     save_quantized(originals["gpt2"], tmp_path / "made", form)
@@ -115,7 +115,7 @@ def test_turned_matrices_decode_as_the_original_quantised(
     assert tensors[name].shape == (32, 128) and tensors[name + "_scale"].shape == (1, 128)
 
 
-def test_only_what_others_read_is_called_compressed_tensors(originals: dict[str, Path], tmp_path: Path) -> None:
+def test_only_layouts_that_others_read_are_named_compressed_tensors(originals: dict[str, Path], tmp_path: Path) -> None:
     for name, form, method in (
         ("llama", "fp8_e4m3", "compressed-tensors"), ("llama", "q4_0", "compressed-tensors"),
         ("llama", "fp8_e5m2", OWN_METHOD), ("gpt2", "int8", OWN_METHOD),
@@ -125,7 +125,7 @@ def test_only_what_others_read_is_called_compressed_tensors(originals: dict[str,
         assert json.loads((into / "config.json").read_text())["quantization_config"]["quant_method"] == method
 
 
-def test_blocks_without_a_place_are_refused_by_name(originals: dict[str, Path], tmp_path: Path) -> None:
+def test_formats_without_a_file_layout_are_rejected_by_name(originals: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="for safetensors, got 'q4_1'"):
         save_quantized(originals["llama"], tmp_path / "made", "q4_1")
     with pytest.raises(ConfigurationError, match=r"for gpt2, whose matrices are stored as \[in, out\], got blocks"):

@@ -1,4 +1,4 @@
-"""Checkpoints as transformers-neuronx and NxD Inference write them: split into files, and with scales beside int8."""
+"""Checkpoints as transformers-neuronx and NxD Inference write them: split into files, and with scales for int8."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MATRIX = "model.layers.0.mlp.up_proj.weight"
 
 
 def save_split(folder: Path, state: dict[str, Any]) -> Path:
-    """As transformers-neuronx does: p, a number, and the name, in a folder that is named as a file is."""
+    """Save as transformers-neuronx does: p, a number, and the name, in a folder that is named as a file is."""
     place = folder / "pytorch_model.bin"
     place.mkdir(exist_ok=True)
     names = {name: f"p{number}.{name}" for number, name in enumerate(state)}
@@ -60,7 +60,7 @@ def test_a_split_folder_is_a_checkpoint(tmp_path: Path, state: State) -> None:
     assert torch.equal(loaded[NORM], state[NORM])
 
 
-def test_files_of_old_pytorch(tmp_path: Path, state: State) -> None:
+def test_old_pytorch_files_are_read(tmp_path: Path, state: State) -> None:
     place = save_split(tmp_path, state)
     for file in place.glob("p*"):
         torch.save(torch.load(file), file, _use_new_zipfile_serialization=False)
@@ -74,7 +74,7 @@ def test_an_index_may_only_name_files_in_its_folder(tmp_path: Path, state: State
     refused(tmp_path, CheckpointError, INDEX, repr(name), "its own folder")
 
 
-def test_what_is_no_split_checkpoint(tmp_path: Path, state: State) -> None:
+def test_invalid_split_checkpoints_are_rejected(tmp_path: Path, state: State) -> None:
     place = save_split(tmp_path, state)
     names = json.loads((place / INDEX).read_text())
     (place / INDEX).write_text(json.dumps(names | {NORM: f"{names[NORM]}.empty_json"}))
@@ -85,7 +85,7 @@ def test_what_is_no_split_checkpoint(tmp_path: Path, state: State) -> None:
     refused(tmp_path, CheckpointError, f"a folder with {INDEX}", "save_pretrained_split", "got a folder without it")
 
 
-def test_tensors_that_are_missing_damaged_or_something_else(tmp_path: Path, state: State) -> None:
+def test_missing_damaged_or_wrong_tensors_are_rejected(tmp_path: Path, state: State) -> None:
     place = save_split(tmp_path, state)
     file = place / json.loads((place / INDEX).read_text())[NORM]
     torch.save([state[NORM]], file)
@@ -99,7 +99,7 @@ def test_tensors_that_are_missing_damaged_or_something_else(tmp_path: Path, stat
     assert not (tmp_path / "trap").exists()
 
 
-def test_weights_that_are_laid_out_for_devices_are_refused(tmp_path: Path, state: State) -> None:
+def test_weights_presharded_for_devices_are_rejected(tmp_path: Path, state: State) -> None:
     save_file({"ln_f_weight*0": state[NORM]}, tmp_path / "DecoderLMHead.safetensors")
     refused(tmp_path, CheckpointError, "DecoderLMHead.safetensors", "tp_degree")
 
@@ -121,7 +121,7 @@ def nxd(state: State, *, whole: bool) -> State:
 
 @pytest.mark.parametrize("form", ["safetensors", "bin", "split"])
 @pytest.mark.parametrize("whole", [False, True])
-def test_scales_by_the_names_of_nxd(tmp_path: Path, state: State, form: str, whole: bool) -> None:
+def test_scales_with_the_names_of_nxd_are_read(tmp_path: Path, state: State, form: str, whole: bool) -> None:
     tensors = nxd(state, whole=whole)
     if form == "safetensors":
         save_file(tensors, tmp_path / "model.safetensors")
@@ -140,7 +140,7 @@ def test_scales_by_the_names_of_nxd(tmp_path: Path, state: State, form: str, who
 
 
 @pytest.mark.parametrize("scales", [torch.ones(3, 1), torch.zeros(32, 1), torch.full((1,), float("nan")), None])
-def test_scales_that_cannot_be(tmp_path: Path, state: State, scales: Tensor | None) -> None:
+def test_invalid_scales_are_rejected(tmp_path: Path, state: State, scales: Tensor | None) -> None:
     tensors = nxd(state, whole=False)
     name = MATRIX.removeprefix("model.").removesuffix("weight") + "scale"
     del tensors[name]

@@ -1,4 +1,4 @@
-"""Files that cannot be written: a named error, nothing half written, and what was there before stays."""
+"""Files that cannot be written: a named error, nothing half written, and the existing files stay."""
 
 import errno
 import os
@@ -30,7 +30,7 @@ LARGE = {"weight": torch.zeros(50_000)}
         ("b.pt", write_weight_file),
     ],
 )
-def test_a_full_disk_is_said_and_nothing_half_written_stays(
+def test_a_full_disk_is_reported_and_no_partial_file_stays(
     tmp_path: Path, name: str, write: Callable[[Path, dict[str, torch.Tensor]], None]
 ) -> None:
     path = tmp_path / "new" / name
@@ -43,7 +43,7 @@ def test_a_full_disk_is_said_and_nothing_half_written_stays(
     assert kept["weight"].tolist() == [1.0, 1.0]
 
 
-def test_a_run_that_cannot_be_kept_any_more_can_still_be_gone_on_with(tmp_path: Path) -> None:
+def test_a_run_that_cannot_be_saved_can_still_be_resumed(tmp_path: Path) -> None:
     state: dict[str, object] = {"step": 1}
     run = RunState(tmp_path / "state.pt", {"data": "a"}, lambda: state)
     with run.saving():
@@ -54,7 +54,7 @@ def test_a_run_that_cannot_be_kept_any_more_can_still_be_gone_on_with(tmp_path: 
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_during_a_change_ends_the_process_after_it(tmp_path: Path, number: int) -> None:
+def test_a_signal_during_a_write_ends_the_process_after_it(tmp_path: Path, number: int) -> None:
     def end(*_: object) -> None:
         raise SystemExit(7)
 
@@ -72,7 +72,7 @@ def test_a_signal_during_a_change_ends_the_process_after_it(tmp_path: Path, numb
         signal.signal(number, before)
 
 
-def test_text_says_its_place_and_the_system_s_reason(tmp_path: Path) -> None:
+def test_the_error_names_the_path_and_the_systems_reason(tmp_path: Path) -> None:
     path = tmp_path / "no folder" / "log.jsonl"
     said = r"log.jsonl: cannot be written \(No such file or directory\); make room"
     with pytest.raises(StorageError, match=said), atomic_write(path), path.open("a"):
@@ -103,6 +103,6 @@ def test_a_user_without_a_home_gets_an_error_that_names_the_cache_variable(
     assert environment.cache_root() == tmp_path / "graphs"
 
 
-def test_what_is_not_the_disks_fault_is_not_put_down_to_it(tmp_path: Path) -> None:
+def test_other_errors_are_not_reported_as_disk_errors(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="g\\+\\+"), atomic_write(tmp_path):
         raise FileNotFoundError(errno.ENOENT, "No such file or directory", "g++")

@@ -1,4 +1,4 @@
-"""The threads of the native kernels: however many there are, no bit changes, nobody waits for ever, none is left."""
+"""The threads of the native kernels: with any number of them no bit changes, no thread waits for ever, none is left."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def one_thread_behind() -> Iterator[None]:
     torch.set_num_threads(1)
 
 
-def test_threads_change_no_bit() -> None:
+def test_a_team_of_any_size_gives_the_same_bits() -> None:
     expected = layer(1)
     for threads in (2, 3, 7, 2, 16, 1, 5):  # more than there are cores, fewer than before, and more again
         for _ in range(20):
@@ -45,7 +45,7 @@ def test_threads_change_no_bit() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="Linux")
-def test_threads_that_leave_a_core_may_come_back() -> None:
+def test_threads_that_leave_a_core_may_return() -> None:
     """All start on one core and may then have every core of the process again: some move, and none stays confined."""
     program = """
 import os
@@ -138,7 +138,7 @@ def held() -> Iterator[Held]:
             held.end()
 
 
-def test_the_caller_does_not_wait_for_helpers_that_do_not_run(held: Held) -> None:
+def test_the_caller_does_not_wait_for_suspended_helpers(held: Held) -> None:
     assert len(held.helpers) >= 2
     for thread in held.helpers:
         held.stop(thread)
@@ -147,7 +147,7 @@ def test_the_caller_does_not_wait_for_helpers_that_do_not_run(held: Held) -> Non
     assert held.output.readline() == "\n", "the bits are those of a whole team"
 
 
-def test_what_a_helper_has_begun_is_waited_for(held: Held) -> None:
+def test_work_begun_by_a_helper_is_waited_for(held: Held) -> None:
     """Helpers stop anywhere, for a moment, and go on."""
     held.start()
     while not held.says(0.002):
@@ -208,7 +208,7 @@ assert os.wait()[1] == 0
 
 
 @pytest.mark.parametrize("body", [SLEEP, END, FORK], ids=["after a sleep", "ends with its thread", "after a fork"])
-def test_in_a_process(body: str) -> None:
+def test_teams_survive_sleep_exit_and_fork(body: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM.format(body=body)], timeout=300, env=dict(os.environ), check=False
     )

@@ -22,7 +22,7 @@ def state(tmp_path: Path) -> State:
     return small_model(tmp_path)
 
 
-def test_links_out_of_the_folder_are_followed_as_in_the_hugging_face_cache(tmp_path: Path, state: State) -> None:
+def test_links_to_the_hugging_face_cache_are_followed(tmp_path: Path, state: State) -> None:
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshot"
     blobs.mkdir()
     snapshot.mkdir()
@@ -35,7 +35,7 @@ def test_links_out_of_the_folder_are_followed_as_in_the_hugging_face_cache(tmp_p
 
 @pytest.mark.parametrize("form", ["safetensors", "bin", "legacy bin"])
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.999])
-def test_truncated_files(tmp_path: Path, state: State, form: str, share: float) -> None:
+def test_truncated_files_are_rejected(tmp_path: Path, state: State, form: str, share: float) -> None:
     FORMATS[form](tmp_path, state)
     (file,) = (path for path in tmp_path.iterdir() if path.suffix in (".safetensors", ".bin"))
     os.truncate(file, int(file.stat().st_size * share))
@@ -50,14 +50,14 @@ def test_truncated_files(tmp_path: Path, state: State, form: str, share: float) 
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", ["Git LFS pointer", "git lfs pull"]),
     ],
 )
-def test_files_that_are_something_else(
+def test_files_of_other_kinds_are_rejected(
     tmp_path: Path, state: State, name: str, content: bytes, parts: list[str]
 ) -> None:
     (tmp_path / name).write_bytes(content)
     refused(tmp_path, MissingWeightsError, name, *parts)
 
 
-def test_no_weights(tmp_path: Path, state: State) -> None:
+def test_a_folder_without_weights_is_rejected(tmp_path: Path, state: State) -> None:
     refused(tmp_path, MissingWeightsError, "model.safetensors, model.safetensors.index.json, pytorch_model.bin")
     config = ModelConfig.from_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match="nowhere: expected a folder"):
@@ -65,14 +65,14 @@ def test_no_weights(tmp_path: Path, state: State) -> None:
 
 
 @pytest.mark.parametrize("form", ["safetensors shards", "bin shards"])
-def test_missing_shard(tmp_path: Path, state: State, form: str) -> None:
+def test_a_missing_shard_is_rejected(tmp_path: Path, state: State, form: str) -> None:
     FORMATS[form](tmp_path, state)
     (shard,) = tmp_path.glob("*-00002-of-*")
     shard.unlink()
     refused(tmp_path, MissingWeightsError, shard.name, "does not exist", "download the checkpoint in full")
 
 
-def test_the_same_tensor_in_two_shards(tmp_path: Path, state: State) -> None:
+def test_a_tensor_in_two_shards_is_rejected(tmp_path: Path, state: State) -> None:
     FORMATS["safetensors shards"](tmp_path, state)
     (shard,) = tmp_path.glob("*-00003-of-*")
     save_file({name: state[name] for name in list(state)[8:]}, shard)
@@ -104,12 +104,12 @@ def test_an_index_may_only_name_files_in_its_folder(tmp_path: Path, state: State
 
 
 @pytest.mark.parametrize("content", ["{}", '{"weight_map": {}}', '{"weight_map": ["a"]}'])
-def test_an_index_without_a_map(tmp_path: Path, state: State, content: str) -> None:
+def test_an_index_without_a_weight_map_is_rejected(tmp_path: Path, state: State, content: str) -> None:
     (tmp_path / INDEX).write_text(content)
     refused(tmp_path, CheckpointError, INDEX, "weight_map", "download the file again")
 
 
-def test_an_index_that_is_not_json(tmp_path: Path, state: State) -> None:
+def test_an_index_that_is_not_json_is_rejected(tmp_path: Path, state: State) -> None:
     (tmp_path / INDEX).write_text('{"weight_map')
     refused(tmp_path, CheckpointError, INDEX, "expected JSON, got")
 
@@ -125,7 +125,7 @@ class Attack:
 
 
 @pytest.mark.parametrize("form", ["bin", "legacy bin", "plain pickle", "bin shards"])
-def test_code_in_a_pickle_is_refused_and_not_run(tmp_path: Path, state: State, form: str) -> None:
+def test_code_in_a_pickle_is_rejected_and_not_run(tmp_path: Path, state: State, form: str) -> None:
     trap = tmp_path / "trap"
     poisoned: State = state | {"model.norm.weight": Attack(trap)}  # type: ignore[dict-item]
     if form == "plain pickle":
@@ -146,6 +146,6 @@ def test_code_in_a_pickle_is_refused_and_not_run(tmp_path: Path, state: State, f
         ({NORM: torch.ones(24).to_sparse()}, [NORM, "expected a dense tensor with a name, got a"]),
     ],
 )
-def test_pickles_of_something_else(tmp_path: Path, state: State, content: object, parts: list[str]) -> None:
+def test_pickles_of_other_objects_are_rejected(tmp_path: Path, state: State, content: object, parts: list[str]) -> None:
     torch.save(content, tmp_path / "pytorch_model.bin")
     refused(tmp_path, CheckpointError, "pytorch_model.bin", *parts)

@@ -44,7 +44,7 @@ def test_every_format_gives_the_same_tensors(tmp_path: Path, state: State, form:
 
 
 @pytest.mark.parametrize("size", ["10GB", "5KB"])
-def test_reads_what_transformers_saves(tmp_path: Path, size: str) -> None:
+def test_weights_saved_by_transformers_are_read(tmp_path: Path, size: str) -> None:
     network = model().bfloat16()
     network.save_pretrained(tmp_path, max_shard_size=size)
     assert (tmp_path / INDEX).exists() == (size == "5KB")
@@ -56,7 +56,7 @@ def test_reads_what_transformers_saves(tmp_path: Path, size: str) -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_expected_tensors_are_those_of_the_model(tmp_path: Path, tied: bool, bias: bool) -> None:
+def test_expected_tensors_equal_those_of_the_model(tmp_path: Path, tied: bool, bias: bool) -> None:
     network = model(tied=tied, bias=bias)
     network.save_pretrained(tmp_path)
     shapes = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
@@ -89,28 +89,28 @@ def test_the_result_does_not_share_memory_with_the_file(tmp_path: Path, state: S
     assert all(torch.equal(loaded[name], state[name]) for name in loaded)
 
 
-def test_harmless_extras_are_passed_over(tmp_path: Path, state: State) -> None:
+def test_harmless_extra_tensors_are_ignored(tmp_path: Path, state: State) -> None:
     state["model.layers.1.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
     state["model.rotary_emb.inv_freq"] = torch.ones(4)
     save_file(state, tmp_path / "model.safetensors")
     assert "model.rotary_emb.inv_freq" not in load(tmp_path)
 
 
-def test_unexpected_tensors(tmp_path: Path, state: State) -> None:
+def test_unexpected_tensors_are_rejected(tmp_path: Path, state: State) -> None:
     state |= {f"medusa.{number}.weight": torch.ones(4) for number in range(5)}
     save_file(state, tmp_path / "model.safetensors")
     refused(tmp_path, CheckpointError, "medusa.0.weight, medusa.1.weight, medusa.2.weight and 2 more")
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_missing_tensor(tmp_path: Path, state: State, form: str) -> None:
+def test_a_missing_tensor_is_rejected(tmp_path: Path, state: State, form: str) -> None:
     del state[NORM]
     FORMATS[form](tmp_path, state)
     refused(tmp_path, MissingWeightsError, NORM, "download the checkpoint in full")
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_wrong_shape_is_seen_before_anything_is_loaded(tmp_path: Path, state: State, form: str) -> None:
+def test_a_wrong_shape_is_rejected_before_anything_is_loaded(tmp_path: Path, state: State, form: str) -> None:
     state[HEAD] = torch.ones(41, 24)
     FORMATS[form](tmp_path, state)
     seen: list[int] = []
@@ -128,13 +128,13 @@ def test_wrong_shape_is_seen_before_anything_is_loaded(tmp_path: Path, state: St
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_values_that_are_no_numbers(tmp_path: Path, state: State, bad: float, dtype: torch.dtype) -> None:
+def test_nan_and_infinite_weights_are_rejected(tmp_path: Path, state: State, bad: float, dtype: torch.dtype) -> None:
     state[EMBEDDING][17, 5] = bad
     save_file({name: tensor.to(dtype) for name, tensor in state.items()}, tmp_path / "model.safetensors")
     refused(tmp_path, WeightValueError, "model.safetensors", EMBEDDING, "NaN or infinity")
 
 
-def test_values_beyond_float16(tmp_path: Path, state: State) -> None:
+def test_values_beyond_float16_are_rejected(tmp_path: Path, state: State) -> None:
     state[EMBEDDING][17, 5] = 1e6
     save_file(state, tmp_path / "model.safetensors")
     assert load(tmp_path, torch.bfloat16)[EMBEDDING].dtype == torch.bfloat16
@@ -143,12 +143,12 @@ def test_values_beyond_float16(tmp_path: Path, state: State) -> None:
 
 
 @pytest.mark.parametrize("form", ["safetensors", "bin"])
-def test_quantised_tensors(tmp_path: Path, state: State, form: str) -> None:
+def test_unsupported_quantised_tensors_are_rejected(tmp_path: Path, state: State, form: str) -> None:
     state[HEAD] = state[HEAD].to(torch.int8)
     FORMATS[form](tmp_path, state)
     refused(tmp_path, CheckpointError, HEAD, "quantised")
 
 
-def test_unsuitable_dtype(tmp_path: Path, state: State) -> None:
+def test_an_unsuitable_dtype_is_rejected(tmp_path: Path, state: State) -> None:
     with pytest.raises(ConfigurationError, match=r"expected one of torch\.float32.*, got torch\.int8"):
         load(tmp_path, torch.int8)

@@ -1,4 +1,4 @@
-"""Small random Llama checkpoints, and decoders over them that all tests share; no tests in here.
+"""Small random Llama checkpoints, and decoders over them that all tests share; no tests.
 
 The draft is the target without its last layer, so that it is right often and wrong often. Graphs depend on shapes
 alone: with a few shapes for all tests, little is compiled.
@@ -71,7 +71,7 @@ def network(kind: str = "grouped", *, layers: int = 2, seed: int = 0) -> LlamaFo
 
 
 def save_pair(folder: Path, kind: str = "grouped", *, seed: int = 0) -> None:
-    """``folder/target`` of two layers and ``folder/draft``, the first of them alone."""
+    """``folder/target`` of two layers and ``folder/draft``, its first layer."""
     target, draft = network(kind, seed=seed), network(kind, layers=1, seed=seed)
     draft.load_state_dict(target.state_dict(), strict=False)
     target.save_pretrained(folder / "target")
@@ -126,7 +126,7 @@ class Workshop:
 def fresh(
     folder: Path, *, backend: str = "native", amp: str = "f32", batch_size: int | list[int] = 1, **more: object
 ) -> SamplingDecoder:
-    """A decoder of its own, in the shapes all tests share."""
+    """A separate decoder, in the shapes all tests share."""
     return AutoDecoder.from_pretrained(
         folder, backend=backend, amp=amp, batch_size=batch_size, context_length_estimate=[CHUNK], **more
     )

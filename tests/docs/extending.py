@@ -1,4 +1,4 @@
-"""Programs of docs/extending, as files of their own; no tests in here."""
+"""Programs of docs/extending, as separate files; no tests."""
 
 from __future__ import annotations
 

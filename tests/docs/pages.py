@@ -28,7 +28,7 @@ def prose(page: str) -> str:
 
 
 def python(page: str, *, marked: bool = False) -> list[str]:
-    """Its blocks of Python; or those alone that are marked to be run."""
+    """Its blocks of Python; or only those that are marked to be run."""
     mark = r"<!-- run -->\n" if marked else ""
     return re.findall(rf"^{mark}```python\n(.*?)^```", text(page), re.DOTALL | re.MULTILINE)
 

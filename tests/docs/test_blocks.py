@@ -58,7 +58,7 @@ def folder(page: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture
 def names(folder: Path) -> Iterator[dict[str, object]]:
-    """What the prose around the blocks takes for given."""
+    """Names that the prose around the blocks assumes."""
     target, draft = (AutoDecoder.from_pretrained(f"examples/pycode/{name}") for name in ("target", "draft"))
     prompts = [[5, 17, 99], [7, 8]]
     yield {
@@ -89,7 +89,7 @@ def test_the_blocks_of_a_page_run(page: str, folder: Path, names: dict[str, obje
     assert ran, f"{page}: nothing is run"
 
 
-def test_what_is_not_run_has_a_reason_in_its_page() -> None:
+def test_blocks_that_are_not_run_have_a_reason_in_their_page() -> None:
     found = {page: [reason for _, reason in blocks(page) if reason] for page in CURRENT}
     marked = {page: text(page).count("<!-- not run") for page in CURRENT}
     assert {page: len(reasons) for page, reasons in found.items()} == marked, "a mark stands before its block"

@@ -37,13 +37,13 @@ def decoders() -> tuple[TableDecoder, TableDecoder]:
     return draft, TableDecoder(TARGET, slots=3, kv_buckets=(256,))
 
 
-def test_it_has_as_many_lines_as_the_page_says() -> None:
+def test_the_example_rule_has_the_stated_number_of_lines() -> None:
     stated, counted = lines(PAGE)
     assert counted == stated < 60
 
 
 @pytest.mark.parametrize("fused", [None, False])
-def test_it_decides(at_least: Any, fused: bool | None) -> None:
+def test_the_example_rule_decides_acceptance(at_least: Any, fused: bool | None) -> None:
     assert isinstance(at_least(), AcceptanceRule)
     asked = {"max_new_tokens": 40, "do_sample": True, "seed": 1}
     everything = Checked(*decoders(), k=3, acceptor=at_least(0.0), fused=fused)
@@ -58,7 +58,7 @@ def test_it_decides(at_least: Any, fused: bool | None) -> None:
     assert torch.equal(sequences, plain), "a rule that accepts nothing leaves the target's own choices"
 
 
-def test_what_it_declares_is_kept(at_least: Any) -> None:
+def test_declarations_of_the_example_rule_are_enforced(at_least: Any) -> None:
     generator = SpeculativeGenerator(*decoders(), k=3, acceptor=at_least(0.5))
     with pytest.raises(ConfigurationError, match="decides on the device"):
         generator.sample(PROMPTS, repetition_penalty=1.5)
@@ -66,7 +66,7 @@ def test_what_it_declares_is_kept(at_least: Any) -> None:
         SpeculativeGenerator(*decoders(), acceptor=at_least)
 
 
-def test_its_row_gives_it_a_name_with_options(at_least: Any) -> None:
+def test_a_registry_row_names_the_example_rule_with_options(at_least: Any) -> None:
     generator = SpeculativeGenerator(*decoders(), k=3, acceptor="at-least:least=0.0")
     generator.sample(PROMPTS, max_new_tokens=12)
     assert generator.statistics.acceptor == "at-least" and generator.statistics.num_accepted_tokens

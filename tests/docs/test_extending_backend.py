@@ -28,12 +28,12 @@ def row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     sys.modules.pop("checked", None)
 
 
-def test_it_has_as_many_lines_as_the_page_says() -> None:
+def test_the_example_backend_has_the_stated_number_of_lines() -> None:
     stated, counted = lines(PAGE)
     assert counted == stated < 60
 
 
-def test_it_decodes_and_checks(row: None, workshop: Workshop) -> None:
+def test_the_example_backend_decodes_and_checks(row: None, workshop: Workshop) -> None:
     folders = [workshop.checkpoint(role) for role in ("draft", "target")]
     draft, target = (fresh(folder, backend="checked", batch_size=[2]) for folder in folders)
     generator = SpeculativeGenerator(draft, target, k=3)
@@ -49,7 +49,7 @@ def test_it_decodes_and_checks(row: None, workshop: Workshop) -> None:
         prompt(torch.ones(1, 16, dtype=torch.int32), *(torch.tensor([n], dtype=torch.int32) for n in (0, 3, 0)))
 
 
-def test_what_it_does_not_offer_is_refused(row: None, workshop: Workshop, tmp_path: Path) -> None:
+def test_operations_missing_in_the_example_backend_are_rejected(row: None, workshop: Workshop, tmp_path: Path) -> None:
     target = fresh(workshop.checkpoint(), backend="checked")
     target.sample(PROMPTS[:1], max_new_tokens=2)
     with pytest.raises(Exception, match="expected one that saves compiled graphs, got 'checked'; use neuron"):

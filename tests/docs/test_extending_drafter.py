@@ -1,4 +1,4 @@
-"""The drafters of docs/extending/drafter.md, as they are printed there: they run, change no token, and stay short."""
+"""The drafters of docs/extending/drafter.md, as they are printed: they run, change no token, and stay short."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SAMPLING = [{}, {"do_sample": True, "temperature": 0.8, "seed": 3}]
 
 
 def module(code: str, name: str, folder: Path) -> ModuleType:
-    """A file of its own, as a user would write it."""
+    """A separate file, as a user would write it."""
     (folder / f"{name}.py").write_text(code, encoding="utf-8")
     spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
     assert spec is not None and spec.loader is not None
@@ -30,7 +30,7 @@ def module(code: str, name: str, folder: Path) -> ModuleType:
     return found
 
 
-def test_each_drafter_is_one_file_of_the_length_that_the_page_states() -> None:
+def test_each_example_drafter_is_one_file_of_the_stated_length() -> None:
     stated = re.search(r"complete files, of (\d+) and (\d+) lines", PAGE.read_text(encoding="utf-8"))
     assert stated is not None
     counted = [sum(bool(line.strip()) for line in code.splitlines()) for code in (TEXT, HEAD)]

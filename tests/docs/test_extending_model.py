@@ -93,12 +93,12 @@ class Threads:
         return every[0] + every[1]
 
 
-def test_it_has_as_many_lines_as_the_page_says() -> None:
+def test_the_example_family_has_the_stated_number_of_lines() -> None:
     stated, counted = lines(PAGE)
     assert counted == stated < 120
 
 
-def test_it_is_loaded_run_and_drafts_for_itself(folder: Path) -> None:
+def test_the_example_family_loads_decodes_and_drafts_for_itself(folder: Path) -> None:
     load = {"n_positions": 64, "backend": "eager", "amp": "f32", "context_length_estimate": 16}
     target, draft = AutoDecoder.from_pretrained(folder, **load), AutoDecoder.from_pretrained(folder, **load)
     steps.prefill(target, 0, TEXT[:6])
@@ -114,7 +114,7 @@ def test_it_is_loaded_run_and_drafts_for_itself(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("gqa", [GQA.SHARD_OVER_HEADS, GQA.ALL_GATHER_HEADS])
-def test_two_ranks_give_what_one_gives(folder: Path, gqa: GQA) -> None:
+def test_the_example_family_on_two_ranks_keeps_the_tokens(folder: Path, gqa: GQA) -> None:
     config = ModelConfig.from_pretrained(folder)
     divided = layout(config, 2, gqa)
     options = decoder_options(LoadOptions(context_length_estimate=16, amp="f32"), 64, divided)
@@ -136,7 +136,7 @@ def test_two_ranks_give_what_one_gives(folder: Path, gqa: GQA) -> None:
     torch.testing.assert_close(first, reference(folder, TEXT), atol=2e-5, rtol=2e-5)
 
 
-def test_the_planner_knows_its_size(folder: Path) -> None:
+def test_the_planner_computes_the_size_of_the_example_family(folder: Path) -> None:
     config = ModelConfig.from_pretrained(folder)
     numbers = sum(spec.shape[0] * (spec.shape[1:] or (1,))[0] for spec in family("parallel").tensors(config).values())
     shape = LoadOptions(amp="f32", n_positions=64)

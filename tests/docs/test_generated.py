@@ -29,7 +29,7 @@ def test_every_marker_has_a_part_and_every_part_a_page(parts: ModuleType) -> Non
     assert sorted(named) == sorted(parts.PARTS)
 
 
-def test_every_key_of_a_neuron_config_is_there_with_its_reason(parts: ModuleType) -> None:
+def test_every_neuron_config_key_is_listed_with_its_reason(parts: ModuleType) -> None:
     rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in parts.neuron_config_keys().split("\n")]
     for name, reason in key_tables().without_effect.items():
         assert any(f"`{name}`" in row[0] and row[1:] == [reason] for row in rows), name
@@ -37,7 +37,7 @@ def test_every_key_of_a_neuron_config_is_there_with_its_reason(parts: ModuleType
         assert [f"`{name}`", ", ".join(f"`{value!r}`" for value in values), reason] in rows, name
 
 
-def test_commands_have_their_options_and_errors_their_meaning(parts: ModuleType) -> None:
+def test_generated_pages_have_options_and_error_meanings(parts: ModuleType) -> None:
     commands = parts.commands()
     for line in ("## `paceline generate`", "## `paceline train eagle`", "| `--target` | ", "| `--max-waiting` | "):
         assert line in commands

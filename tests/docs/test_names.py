@@ -1,4 +1,4 @@
-"""What pages name exists: modules and classes, files, commands and their options, targets of the Makefile."""
+"""Names in pages exist: modules and classes, files, commands and their options, targets of the Makefile."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def test_the_page_shows_the_measurements(report: ModuleType) -> None:
     assert report.report_charts.stale(report.report_charts.due(reports, study), report.IMAGES) == []
 
 
-def test_a_mixture_of_machines_or_commits_is_refused(report: ModuleType, tmp_path: Path) -> None:
+def test_mixed_machines_or_commits_are_rejected(report: ModuleType, tmp_path: Path) -> None:
     for name, commit in (("modes", "a"), ("chat", "b")):
         (tmp_path / f"{name}.json").write_text(json.dumps({"machine": {}, "commit": commit, "modes": {}}))
     with pytest.raises(SystemExit, match=r"differ in commit .*modes\.json.*chat\.json"):
@@ -86,7 +86,7 @@ def test_every_measurement_has_a_table(report: ModuleType) -> None:
             assert all(f"python {report.COMMANDS[need].split()[0]}" in page for need in needs), name
 
 
-def test_times_of_a_busy_machine_are_said_to_be_so(report: ModuleType) -> None:
+def test_times_from_a_busy_machine_are_labelled(report: ModuleType) -> None:
     speed, predictions = report.BLOCKS["speed"], report.BLOCKS["predictions"]
     names = {"target": "a", "drafter": "b", "k": 2, "sampling": "greedy", "batch_size": 1, "speedup": 1.25}
     cells: list[dict[str, Any]] = [{**names, "provenance": {"load": load, "cores": 2}} for load in (0.1, 5.0)]

@@ -1,4 +1,4 @@
-"""Random DFlash heads for the tiny target, in the layouts in which they are published; no tests in here."""
+"""Random DFlash heads for the tiny target, in the layouts in which they are published; no tests."""
 
 from __future__ import annotations
 

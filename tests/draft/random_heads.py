@@ -1,4 +1,4 @@
-"""Random MTP layers and MLP speculators for any target, and rounds as a plain loop counts them; no tests in here."""
+"""Random MTP layers and MLP speculators for any target, and rounds as a plain loop counts them; no tests."""
 
 from __future__ import annotations
 

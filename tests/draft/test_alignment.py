@@ -27,13 +27,13 @@ def aligned(run: int = 32) -> CopyTracker:
 
 
 @given(st.integers(1, 50), st.integers(0, 59), st.integers(0, 9))
-def test_what_is_repeated_goes_on(run: int, count: int, ahead: int) -> None:
+def test_a_repetition_is_followed(run: int, count: int, ahead: int) -> None:
     text = aligned(run)
     text.follow(SOURCE[:count])
     assert text.run == run + count and text.ahead(ahead) == SOURCE[count : count + ahead]
 
 
-def test_a_changed_token_is_no_end_and_is_changed_again() -> None:
+def test_a_changed_token_is_substituted_from_then_on() -> None:
     text = CopyTracker()
     text.begin([1, 5, 2, 5, 3, 5, 4], 0, 32)
     text.follow([1, 9])
@@ -48,7 +48,7 @@ def test_a_changed_token_is_no_end_and_is_changed_again() -> None:
     assert text.ahead(2) == [5, 5], "it is not changed everywhere"
 
 
-def test_two_tokens_in_a_row_end_it() -> None:
+def test_two_consecutive_mismatches_end_a_repetition() -> None:
     text = aligned()
     text.follow([100, 7, 8, 103, 104])
     assert text.run == 0
@@ -61,15 +61,15 @@ def test_two_tokens_in_a_row_end_it() -> None:
     assert text.run == 0, "behind the end of the source there is nothing"
 
 
-def test_what_is_no_token_ends_it() -> None:
-    """As between two outputs in a corpus."""
+def test_a_separator_ends_a_repetition() -> None:
+    """A separator, such as between two outputs in a corpus."""
     text = CopyTracker()
     text.begin([*SOURCE, -2, 1, 2, 3], 0, 32)
     text.follow([*SOURCE, 9, 1])
     assert text.run == 0
 
 
-def test_a_text_that_repeats_nothing_is_not_followed() -> None:
+def test_a_text_without_repetition_is_not_followed() -> None:
     text = CopyTracker()
     text.follow([1, 2, 3])
     assert text.run == 0 and text.ahead(3) == []

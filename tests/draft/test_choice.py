@@ -23,8 +23,8 @@ from tests.fakes import Around
 PROMPT, NEW, K = [5, 9, 5, 9, 5], 96, 4
 
 
-def test_a_forecast_is_compared_with_what_is_written_then() -> None:
-    """Over several commits, whoever's proposal was verified; at the end of a text nothing is counted."""
+def test_forecasts_are_compared_with_committed_tokens() -> None:
+    """Forecasts over several commits, whichever proposal was verified; at the end of a text nothing is counted."""
     scores = ShadowScores(2)
     scores.begin(0)
     scores.forecast(0, 0, [1, 2, 3, 4])
@@ -89,7 +89,7 @@ class Costly(Around):
         return super().propose(*given)
 
 
-def test_the_best_for_the_text_at_hand_drafts(workshop: Workshop) -> None:
+def test_the_best_drafter_for_the_current_text_drafts(workshop: Workshop) -> None:
     """A text whose halves are known to one drafter each: nearly as few rounds as for one that knows all."""
     (text,) = plain(workshop)
     half = len(PROMPT) + NEW // 2
@@ -162,7 +162,7 @@ def test_a_drafter_that_is_not_there_is_refused(workshop: Workshop) -> None:
         SpeculativeGenerator("ngram", target).stream([PROMPT], drafter="ngram")
 
 
-def test_a_choice_is_written_like_every_draft() -> None:
+def test_a_choice_uses_the_common_draft_syntax() -> None:
     parts = (DraftSpec("suffix"), DraftSpec(path="a", k=3))
     written = {"type": "choice", "drafts": ["suffix", {"path": "a", "k": 3}], "shadow_every": 4}
     expected = (DraftSpec("choice", parts=parts, options=(("shadow_every", 4),)),)
@@ -174,7 +174,7 @@ def test_a_choice_is_written_like_every_draft() -> None:
             parse_draft(wrong)
 
 
-def test_what_cannot_be_chosen_among_is_refused(workshop: Workshop, tmp_path: Any) -> None:
+def test_drafters_that_cannot_be_combined_in_a_choice_are_rejected(workshop: Workshop, tmp_path: Any) -> None:
     target = workshop.decoder(slots=1)
     tree = eagle_head(tmp_path / "head", target, 3, StaticTree(BRANCHES))
     ngram = FunctionDrafter(lambda _text: [1], 2)

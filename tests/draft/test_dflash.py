@@ -86,7 +86,7 @@ def generated(target: LlamaForCausalLM, head: MuseGlimmerAssistantModel, text: l
     ],
     ids=["full", "slides"],
 )
-def test_every_round_has_the_drafts_of_transformers(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_dflash_drafts_equal_transformers_in_every_round(tmp_path: Path, changes: dict[str, Any]) -> None:
     model = network(layers=4)
     model.save_pretrained(tmp_path / "target")
     head = assistant(tmp_path / "head", **changes)
@@ -102,7 +102,7 @@ def test_every_round_has_the_drafts_of_transformers(tmp_path: Path, changes: dic
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("backend", ["native", "eager"])
-def test_it_changes_no_token(workshop: Workshop, tmp_path: Path, backend: str, variant: str) -> None:
+def test_dflash_changes_no_token(workshop: Workshop, tmp_path: Path, backend: str, variant: str) -> None:
     """Fused or not, the same is drafted; accepted are some drafts of a batch."""
     for slots, prompts in ((1, PROMPTS[2:]), (4, PROMPTS)):
         target = workshop.decoder(slots=slots, backend=backend)
@@ -117,7 +117,7 @@ def test_it_changes_no_token(workshop: Workshop, tmp_path: Path, backend: str, v
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_one_position_drafts_the_same_whatever_was_committed_before_it(
+def test_drafts_do_not_depend_on_how_many_tokens_were_committed_at_once(
     workshop: Workshop, tmp_path: Path, variant: str
 ) -> None:
     """The cache is that of one pass over the text: rounds that accept nothing leave what others leave."""
@@ -133,7 +133,7 @@ def test_one_position_drafts_the_same_whatever_was_committed_before_it(
         start += accepted(text, start, drafts) + 1
 
 
-def test_native_and_eager_draft_the_same(workshop: Workshop, tmp_path: Path) -> None:
+def test_native_and_eager_give_the_same_dflash_drafts(workshop: Workshop, tmp_path: Path) -> None:
     for variant in VARIANTS:
         seen = []
         for backend in ("native", "eager"):
@@ -143,7 +143,7 @@ def test_native_and_eager_draft_the_same(workshop: Workshop, tmp_path: Path) -> 
         assert seen[0] == seen[1]
 
 
-def test_the_folder_says_it(workshop: Workshop, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_dflash_folder_is_recognised(workshop: Workshop, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     target = workshop.decoder()
     folder = drafter(tmp_path, target, "DFlash", 2) and tmp_path
     caplog.set_level(logging.INFO, "paceline")
@@ -164,7 +164,7 @@ def test_the_folder_says_it(workshop: Workshop, tmp_path: Path, caplog: pytest.L
         SpeculativeGenerator(["ngram", str(folder)], target)
 
 
-def test_tables_of_its_own_are_used(workshop: Workshop, tmp_path: Path) -> None:
+def test_a_heads_separate_embedding_and_output_layer_are_used(workshop: Workshop, tmp_path: Path) -> None:
     """Copies of the target's are shared; other ones, and an output layer of fewer ids, are not."""
     target = workshop.decoder(slots=1, backend="eager")
     told = fields(target, "DFlash")
@@ -218,7 +218,7 @@ def told(target: SamplingDecoder, **changes: object) -> dict[str, Any]:
         ({"quantization_config": {"quant_method": "awq"}}, CheckpointError, "quantization_config"),
     ],
 )
-def test_keys_are_refused_by_name(
+def test_unsupported_dflash_keys_are_rejected_by_name(
     workshop: Workshop, tmp_path: Path, changes: dict[str, Any], error: type[PacelineError], said: str
 ) -> None:
     target = workshop.decoder()
@@ -227,7 +227,7 @@ def test_keys_are_refused_by_name(
         AutoDrafter.from_pretrained(write(tmp_path, told(target, **changes), weights), target)
 
 
-def test_names_of_other_programs_and_harmless_tensors(workshop: Workshop, tmp_path: Path) -> None:
+def test_other_tensor_names_and_harmless_tensors_are_accepted(workshop: Workshop, tmp_path: Path) -> None:
     target = workshop.decoder(slots=1, backend="eager")
     plain = drafter(tmp_path / "plain", target, "DFlash 2", 4)
     made = load_file(tmp_path / "plain" / "model.safetensors")

@@ -20,7 +20,7 @@ PROMPTS = [[5, 6, 7, 5, 6, 7, 5], [3, 9], list(range(30)), [1, 2, 3]]
 
 
 class CountingHead(AutoregressiveHead):
-    """Its cache holds, for every row, the token it read there and, if it reads features, their first number."""
+    """Its cache holds, for every row, the token it read and, if it reads features, their first number."""
 
     def __init__(self, target: CompiledDecoder, *, reads: FeatureSpec | None) -> None:
         super().__init__(target.backend.kernels, target.options)
@@ -73,7 +73,7 @@ def rounds(drafter: HeadDrafter, commits: list[Commit], *, asked: set[int]) -> l
 
 
 @pytest.mark.parametrize("reads", [None, FeatureSpec()])
-def test_every_committed_token_is_read_at_its_row(workshop: Workshop, reads: FeatureSpec | None) -> None:
+def test_every_committed_token_is_read_at_its_position(workshop: Workshop, reads: FeatureSpec | None) -> None:
     target = workshop.decoder(slots=1)
     text, width = list(range(20, 60)), 3
     features = torch.arange(len(text)).float().view(-1, 1).expand(-1, target.config.hidden_size)
@@ -113,7 +113,7 @@ def test_a_new_head_changes_no_token(
     assert generator.statistics.num_draft_tokens > 0 or k != 3
 
 
-def test_what_cannot_be_drafted_is_refused(workshop: Workshop) -> None:
+def test_impossible_draft_lengths_are_rejected(workshop: Workshop) -> None:
     target = workshop.decoder(slots=1)
     with pytest.raises(ConfigurationError, match="got 200"):
         HeadDrafter(OffsetHead(target), target, 199)

@@ -34,7 +34,7 @@ def made(kind: str, workshop: Workshop, folder: Path) -> HeadDrafter:
 
 
 @pytest.mark.parametrize("kind", ["chain", "tree", "dynamic", "medusa"])
-def test_idle_slots_are_left_out(kind: str, workshop: Workshop, tmp_path: Path) -> None:
+def test_heads_skip_idle_slots(kind: str, workshop: Workshop, tmp_path: Path) -> None:
     drafter = made(kind, workshop, tmp_path)
     assert drafter.reads is not None
     width = drafter.draft_shape.depth + 1
@@ -64,7 +64,7 @@ def test_idle_slots_are_left_out(kind: str, workshop: Workshop, tmp_path: Path) 
                 assert not cache[slot].any() if slot in idle else torch.equal(cache[slot], before[slot])
 
 
-def test_medusa_multiplies_nothing_for_an_idle_slot(workshop: Workshop, tmp_path: Path) -> None:
+def test_medusa_computes_no_matmul_for_an_idle_slot(workshop: Workshop, tmp_path: Path) -> None:
     drafter = made("medusa", workshop, tmp_path)
     assert isinstance(drafter, MedusaDrafter)
     states, seated = torch.randn(SLOTS, 32), torch.tensor([0, 1, 0, 1], dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""The first layers of the target draft: as a model of these layers would, with no cache and no weights of their own."""
+"""The first layers of the target draft: as a model of these layers would, without a separate cache or weights."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ SAMPLINGS: list[dict[str, object]] = [{}, {"do_sample": True, "temperature": 0.8
 
 
 @pytest.mark.parametrize("backend", ["native", "eager"])
-def test_it_is_right_as_often_as_a_model_of_these_layers(workshop: Workshop, backend: str) -> None:
-    """The draft of the workshop is the first layer of its target: same drafts, whoever writes to the cache."""
+def test_layerskip_acceptance_equals_that_of_a_model_of_its_layers(workshop: Workshop, backend: str) -> None:
+    """The draft of the workshop is the first layer of its target: same drafts, whichever writes to the cache."""
     draft, target = workshop.pair(backend=backend)
     for sampling in SAMPLINGS:
         for prompts in (PROMPTS[:1], PROMPTS):
@@ -31,7 +31,7 @@ def test_it_is_right_as_often_as_a_model_of_these_layers(workshop: Workshop, bac
             assert found[0] == found[1] == found[2] and found[0][1][0] > 0
 
 
-def test_rounds_are_those_of_transformers_early_exit(workshop: Workshop) -> None:
+def test_rounds_equal_those_of_transformers_early_exit(workshop: Workshop) -> None:
     """`EarlyExitCandidateGenerator` sets the number of layers and drafts greedily; so does this simulation."""
     target = workshop.decoder(slots=1)
     model = LlamaForCausalLM.from_pretrained(workshop.checkpoint(), dtype=torch.float32).eval()
@@ -47,14 +47,14 @@ def test_rounds_are_those_of_transformers_early_exit(workshop: Workshop) -> None
     assert accepted[: len(expected)] == expected and 0 < sum(expected) < 3 * len(expected)
 
 
-def test_it_runs_a_quarter_of_the_layers_by_default(workshop: Workshop) -> None:
+def test_layerskip_runs_a_quarter_of_the_layers_by_default(workshop: Workshop) -> None:
     target = workshop.decoder(slots=1)
     assert LayerSkipDrafter(2, target).layers == 1
     assert LayerSkipDrafter(2, target).state is target.body, "nothing is copied"
 
 
 @pytest.mark.parametrize("layers", [0, 2, -1])
-def test_it_needs_fewer_layers_than_there_are(workshop: Workshop, layers: int) -> None:
+def test_layerskip_needs_fewer_layers_than_the_target(workshop: Workshop, layers: int) -> None:
     target = workshop.decoder(slots=1)
     said = f"layers: expected 1 to 1, fewer than the target's 2, got {layers}"
     with pytest.raises(ConfigurationError, match=said):

@@ -49,7 +49,7 @@ def plain(weights: dict[str, Tensor], sizes: MlpSpeculatorConfig, state: Tensor,
 
 
 @pytest.mark.parametrize(("tied", "scale_input"), KINDS)
-def test_logits_and_rounds_are_those_of_the_formulas(
+def test_mlp_speculator_logits_and_rounds_equal_the_formulas(
     workshop: Workshop, tmp_path: Path, tied: bool, scale_input: bool
 ) -> None:
     target = fresh(save_narrowed(workshop.checkpoint(), tmp_path / "target"))
@@ -78,7 +78,7 @@ def test_logits_and_rounds_are_those_of_the_formulas(
 
 
 @pytest.mark.parametrize(("tied", "scale_input"), KINDS[:2])
-def test_no_token_changes(workshop: Workshop, tmp_path: Path, tied: bool, scale_input: bool) -> None:
+def test_mlp_speculator_changes_no_token(workshop: Workshop, tmp_path: Path, tied: bool, scale_input: bool) -> None:
     target = workshop.decoder()
     for sampling in SAMPLINGS:
         for prompts in (PROMPTS[:1], PROMPTS):
@@ -92,7 +92,7 @@ def test_no_token_changes(workshop: Workshop, tmp_path: Path, tied: bool, scale_
             assert found[0] == found[1]
 
 
-def test_copies_of_tied_weights_are_compared(workshop: Workshop, tmp_path: Path) -> None:
+def test_copies_of_tied_weights_must_be_equal(workshop: Workshop, tmp_path: Path) -> None:
     """A file may hold the shared tensors once, or again for every stage."""
     target = workshop.decoder()
     sizes = MlpSpeculatorConfig(3, target.config.hidden_size, 24, target.config.vocab_size, True, True)
@@ -110,7 +110,7 @@ def test_copies_of_tied_weights_are_compared(workshop: Workshop, tmp_path: Path)
         load(tmp_path, target.config)
 
 
-def test_it_drafts_no_more_than_it_has_stages(workshop: Workshop, tmp_path: Path) -> None:
+def test_draft_length_is_at_most_the_number_of_stages(workshop: Workshop, tmp_path: Path) -> None:
     target = workshop.decoder()
     mlp_speculator(tmp_path, target, 3)
     with pytest.raises(ConfigurationError, match=r"k: expected a draft depth of 3 for .*, got 4; use 1 to 3"):
@@ -131,7 +131,7 @@ def test_it_drafts_no_more_than_it_has_stages(workshop: Workshop, tmp_path: Path
         ({"n_predict": 1, "tie_weights": True}, CheckpointError, "tie_weights: expected false for one stage"),
     ],
 )
-def test_what_would_change_it_is_refused_by_name(
+def test_mlp_speculator_keys_that_change_the_output_are_rejected_by_name(
     workshop: Workshop, tmp_path: Path, changes: dict[str, object], error: type[Exception], said: str
 ) -> None:
     target = workshop.decoder()

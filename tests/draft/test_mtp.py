@@ -79,7 +79,7 @@ class Oracle:
 
     @classmethod
     def from_pretrained(cls, folder: Path) -> Oracle:
-        """What transformers reads of a target's folder, with the number that its layer has here."""
+        """Tensors that transformers reads in a target's folder, with the number that its layer has in the head."""
         model = AutoModelForCausalLM.from_pretrained(folder).eval()
         model._keys_to_ignore_on_load_unexpected = [r"model\.layers\.3\..*"]
         return cls(model, MtpModel.from_pretrained(model).eval())
@@ -139,7 +139,7 @@ def made(request: pytest.FixtureRequest, workshop: Workshop, tmp_path: Path, bac
     return target, lambda k=3: AutoDrafter.from_pretrained(folder, target, k=k), oracle  # type: ignore[return-value]
 
 
-def test_the_target_is_a_qwen2(workshop: Workshop, tmp_path: Path) -> None:
+def test_the_target_of_mimo_is_a_qwen2(workshop: Workshop, tmp_path: Path) -> None:
     mimo(workshop, tmp_path / "mimo")
     model = Qwen2ForCausalLM.from_pretrained(
         save_narrowed(workshop.checkpoint(kind="qwen2"), tmp_path / "qwen2")
@@ -150,7 +150,7 @@ def test_the_target_is_a_qwen2(workshop: Workshop, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", NEXTN)
-def test_only_layers_that_the_network_does_not_have_are_ignored(workshop: Workshop, tmp_path: Path, kind: str) -> None:
+def test_only_layers_beyond_the_network_are_ignored(workshop: Workshop, tmp_path: Path, kind: str) -> None:
     nextn(workshop, tmp_path / "one", kind)
     plain = fresh(save_narrowed(workshop.checkpoint(kind=kind), tmp_path / "none"))
     assert torch.equal(prefill(fresh(tmp_path / "one"), 0, PROMPTS[0])[0], prefill(plain, 0, PROMPTS[0])[0])
@@ -169,7 +169,7 @@ def test_the_router_s_correction_stays_exact(workshop: Workshop, tmp_path: Path,
 
 
 @pytest.mark.parametrize("kind", NEXTN)
-def test_a_layer_in_8_bits_has_the_numbers_that_it_means(workshop: Workshop, tmp_path: Path, kind: str) -> None:
+def test_an_8_bit_mtp_layer_equals_its_dequantised_numbers(workshop: Workshop, tmp_path: Path, kind: str) -> None:
     source = nextn(workshop, tmp_path / "floats", kind)
     tensors, prefix, meant = load_file(source / "model.safetensors"), "model.layers.3.", {}
     for name in [name for name in tensors if name.startswith(prefix) and "_proj" in name and "eh_" not in name]:
@@ -190,7 +190,7 @@ def test_a_layer_in_8_bits_has_the_numbers_that_it_means(workshop: Workshop, tmp
         load(folder, target.config, torch.float32)
 
 
-def test_logits_are_those_of_transformers_step_by_step(made: Made) -> None:
+def test_mtp_logits_equal_transformers_step_by_step(made: Made) -> None:
     target, drafter, oracle = made
     text = PROMPTS[2]
     drafts, wanted = oracle.drafted(text, 4)
@@ -204,7 +204,7 @@ def test_logits_are_those_of_transformers_step_by_step(made: Made) -> None:
         hidden = head.next(torch.tensor([[token]]).int(), hidden, place)
 
 
-def test_rounds_are_those_of_a_simulation(made: Made) -> None:
+def test_mtp_rounds_equal_a_simulation(made: Made) -> None:
     target, drafter, oracle = made
     text, accepted = rounds(SpeculativeGenerator(drafter(), target), PROMPTS[0], 40)
     expected = simulated_rounds(text, len(PROMPTS[0]) + 1, 3, lambda known: oracle.drafted(known, 3)[0])
@@ -212,7 +212,7 @@ def test_rounds_are_those_of_a_simulation(made: Made) -> None:
 
 
 @pytest.mark.parametrize("backend", ["native", pytest.param("eager", marks=pytest.mark.full)])
-def test_no_token_changes(made: Made) -> None:
+def test_mtp_changes_no_token(made: Made) -> None:
     target, drafter, _ = made
     for sampling in SAMPLINGS:
         for prompts in (PROMPTS[:1], PROMPTS):
@@ -243,7 +243,7 @@ def test_no_token_changes(made: Made) -> None:
         ({"attention_bias": True}, MissingWeightsError, "self_attn.k_proj.bias"),
     ],
 )
-def test_what_would_change_the_head_is_refused_by_name(
+def test_mtp_keys_that_change_the_output_are_rejected_by_name(
     workshop: Workshop, tmp_path: Path, changes: dict[str, object], error: type[Exception], said: str
 ) -> None:
     target = workshop.decoder(kind="qwen3")
@@ -260,9 +260,7 @@ def test_what_would_change_the_head_is_refused_by_name(
 
 
 @pytest.mark.parametrize("kind", ["mimo", *NEXTN])
-def test_a_target_with_several_layers_is_refused_before_it_drafts_wrong(
-    workshop: Workshop, tmp_path: Path, kind: str
-) -> None:
+def test_a_target_with_several_mtp_layers_is_rejected(workshop: Workshop, tmp_path: Path, kind: str) -> None:
     folder = tmp_path / "target"
     if kind == "mimo":
         mimo(workshop, folder)

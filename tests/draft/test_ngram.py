@@ -32,7 +32,7 @@ def propose(drafter: object, last: Commit, limit: int = 9) -> list[list[int]]:
 
 
 def search(text: list[int], length: int, sizes: range, *, first: bool) -> list[int]:
-    """What followed the longest earlier match of the last tokens."""
+    """Tokens that followed the longest earlier match of the last tokens."""
     for size in reversed(sizes):
         places = [at for at in range(size, len(text)) if text[at - size : at] == text[len(text) - size :]]
         if places and size <= len(text):
@@ -42,7 +42,7 @@ def search(text: list[int], length: int, sizes: range, *, first: bool) -> list[i
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=14), st.integers(1, 13), st.booleans(), st.integers(1, 3))
-def test_proposals_are_those_of_a_search(text: list[int], cut: int, first: bool, longest: int) -> None:
+def test_ngram_proposals_equal_a_search(text: list[int], cut: int, first: bool, longest: int) -> None:
     drafter = NgramDrafter(3, prompt_lookup_max=longest, prefer="first" if first else "recent")
     head, tail = text[:cut], text[cut:]
     drafter.add_request(0, head)
@@ -65,13 +65,13 @@ def test_proposals_are_those_of_a_search(text: list[int], cut: int, first: bool,
         ([6], {}, [PAD, PAD, PAD]),
     ],
 )
-def test_golden_lookups(text: list[int], options: dict[str, object], wanted: list[int]) -> None:
+def test_ngram_lookups_match_golden_values(text: list[int], options: dict[str, object], wanted: list[int]) -> None:
     drafter = NgramDrafter(3, **options)  # type: ignore[arg-type]
     drafter.add_request(0, text)
     assert propose(drafter, commit([[0]])) == [wanted]
 
 
-def test_slots_are_apart_and_a_new_request_forgets_the_old_one() -> None:
+def test_slots_are_separate_and_a_new_request_clears_its_slot() -> None:
     drafter = NgramDrafter(2)
     drafter.add_request(0, [1, 2, 1])
     drafter.add_request(2, [5, 6, 5])
@@ -84,17 +84,17 @@ def test_slots_are_apart_and_a_new_request_forgets_the_old_one() -> None:
 @pytest.mark.parametrize(
     "options", [{"prompt_lookup_max": 0}, {"prompt_lookup_min": 0}, {"prompt_lookup_max": 1, "prompt_lookup_min": 2}]
 )
-def test_impossible_sizes_are_refused(options: dict[str, int]) -> None:
+def test_impossible_ngram_sizes_are_rejected(options: dict[str, int]) -> None:
     with pytest.raises(ConfigurationError, match="1 <= prompt_lookup_min <= prompt_lookup_max"):
         NgramDrafter(2, **options)  # type: ignore[arg-type]
 
 
-def test_an_unknown_preference_is_refused() -> None:
+def test_an_unknown_preference_is_rejected() -> None:
     with pytest.raises(ConfigurationError, match="'recent' or 'first'"):
         NgramDrafter(2, prefer="last")  # type: ignore[arg-type]
 
 
-def test_a_lifted_function_sees_the_whole_text_and_is_not_called_for_nothing() -> None:
+def test_a_drafting_function_gets_the_full_sequence_and_only_needed_calls() -> None:
     seen: list[list[int]] = []
 
     def function(text: list[int]) -> list[int]:
@@ -116,7 +116,7 @@ def test_a_lifted_function_sees_the_whole_text_and_is_not_called_for_nothing() -
     ("answer", "wanted"),
     [([], [PAD] * 3), ([-1, 2], [PAD] * 3), ([1, 1 << 31, 2], [1, PAD, PAD]), ([1, 2, 3, 4], [1, 2, 3])],
 )
-def test_a_lifted_answer_is_cut_where_it_goes_wrong(answer: list[int], wanted: list[int]) -> None:
+def test_a_drafting_functions_result_is_cut_at_the_first_invalid_id(answer: list[int], wanted: list[int]) -> None:
     drafter = FunctionDrafter(lambda _: answer, 3)
     drafter.add_request(0, [1])
     assert propose(drafter, commit([[1]])) == [wanted]

@@ -1,4 +1,4 @@
-"""PARD: its drafts are those of its own published loop, computed by transformers, and change no token.
+"""PARD: its drafts are those of the published loop, computed by transformers, and change no token.
 
 The reference reads the whole text and its mask tokens again in every round, as pard/pard_infer.py of
 https://github.com/AMD-AIG-AIMA/PARD at 5dfe809 does over a cache: ids, then k - 1 mask tokens, causal, k last logits.
@@ -55,7 +55,7 @@ def accepted_by_reference(folder: Path, text: list[int], start: int) -> list[int
 
 
 @pytest.mark.parametrize("folder", ["grouped", "qwen3 slides"], indirect=True)
-def test_every_round_accepts_what_the_published_loop_accepts(
+def test_acceptance_equals_the_published_pard_loop(
     folder: Path, workshop: Workshop, request: pytest.FixtureRequest
 ) -> None:
     kind = request.node.callspec.params["folder"]
@@ -70,7 +70,7 @@ def test_every_round_accepts_what_the_published_loop_accepts(
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("backend", ["native", "eager"])
-def test_it_changes_no_token(folder: Path, workshop: Workshop, backend: str, fused: bool) -> None:
+def test_pard_changes_no_token(folder: Path, workshop: Workshop, backend: str, fused: bool) -> None:
     for slots, prompts in ((1, PROMPTS[:1]), (4, PROMPTS)):
         target = workshop.decoder(slots=slots, backend=backend)
         generator = SpeculativeGenerator(str(folder), target, k=3, fused=fused)
@@ -80,7 +80,7 @@ def test_it_changes_no_token(folder: Path, workshop: Workshop, backend: str, fus
             assert texts(found) == wanted and found.statistics.num_accepted_tokens
 
 
-def test_the_folder_says_that_it_is_one_and_the_name_says_otherwise(folder: Path, workshop: Workshop) -> None:
+def test_a_pard_folder_is_recognised_and_a_name_overrides_it(folder: Path, workshop: Workshop) -> None:
     target = workshop.decoder()
     assert recognise(str(folder)) == "pard"
     assert isinstance(AutoDrafter.from_pretrained(folder, target, k=2), PardDrafter)
@@ -95,7 +95,7 @@ def test_the_folder_says_that_it_is_one_and_the_name_says_otherwise(folder: Path
         SpeculativeGenerator({"type": "pard", "path": str(workshop.checkpoint("draft"))}, target, k=2)
 
 
-def test_a_long_draft_is_refused(folder: Path, workshop: Workshop) -> None:
+def test_a_pard_draft_beyond_its_length_is_rejected(folder: Path, workshop: Workshop) -> None:
     with pytest.raises(ConfigurationError, match="k: expected at most 64 for a PARD draft"):
         SpeculativeGenerator(str(folder), workshop.decoder(), k=65)
 
@@ -114,7 +114,7 @@ LLAMA = {"model_type": "llama", "vocab_size": 128256, "pard_token": 128020}
         ({"pard2_target_dim": 4096}, UnknownArchitectureError, "keys of PARD-2"),
     ],
 )
-def test_keys_are_read_right_or_refused_by_name(
+def test_pard_keys_are_read_or_rejected_by_name(
     changes: dict[str, Any], error: type[PacelineError], said: str, tmp_path: Path
 ) -> None:
     where = str(tmp_path / "config.json")

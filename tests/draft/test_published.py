@@ -63,7 +63,7 @@ def test_every_entry_has_a_verdict_and_a_source() -> None:
 
 
 @pytest.mark.parametrize("name", MLP)
-def test_an_mlp_speculator_is_read_right(name: str, tmp_path: Path) -> None:
+def test_a_published_mlp_speculator_is_read(name: str, tmp_path: Path) -> None:
     made = read(name, tmp_path)
     assert isinstance(made, MlpSpeculatorConfig)
     assert (made.stages, made.inner_size, made.tied, made.scale_input) == MLP[name]
@@ -72,7 +72,7 @@ def test_an_mlp_speculator_is_read_right(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", MTP)
-def test_an_mtp_layer_is_read_right(name: str, tmp_path: Path) -> None:
+def test_a_published_mtp_layer_is_read(name: str, tmp_path: Path) -> None:
     made = read(name, tmp_path)
     assert isinstance(made, MtpConfig)
     assert (made.layout.name, made.layer.rope.theta, made.layer.num_kv_heads) == MTP[name]
@@ -83,6 +83,6 @@ def test_an_mtp_layer_is_read_right(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_it_is_refused_by_name(name: str, tmp_path: Path) -> None:
+def test_unsupported_published_heads_are_rejected_by_name(name: str, tmp_path: Path) -> None:
     with pytest.raises(UnknownArchitectureError, match=REFUSED[name]):
         read(name, tmp_path)

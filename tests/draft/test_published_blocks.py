@@ -68,7 +68,7 @@ REFUSED = {
 }
 
 
-def test_every_file_has_a_verdict_and_stands_in_the_table() -> None:
+def test_every_published_block_head_has_a_verdict_and_a_table_row() -> None:
     names = {path.stem for path in FOLDER.glob("*.json")}
     assert names == READ.keys() | REFUSED.keys()
     table = (FOLDER / "README.md").read_text()
@@ -77,7 +77,7 @@ def test_every_file_has_a_verdict_and_stands_in_the_table() -> None:
 
 
 @pytest.mark.parametrize("name", READ)
-def test_it_is_read_right(name: str) -> None:
+def test_a_published_block_head_is_read(name: str) -> None:
     made = read(name)
     assert told(made) == READ[name]
     dspark = "dspark" in name or name.startswith("deepspec")
@@ -91,7 +91,7 @@ def test_it_is_read_right(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["zlab-muse-glimmer-dflash2", "transformers-muse-glimmer"])
-def test_its_tensors_are_those_that_are_expected(name: str) -> None:
+def test_published_tensors_equal_the_expected_ones(name: str) -> None:
     made, expected = read(name), dict[str, tuple[int, ...]]()
     for tensor, shape in entry(name)["tensors"].items():
         for index in range(len(made.rules)):
@@ -102,7 +102,7 @@ def test_its_tensors_are_those_that_are_expected(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_it_is_refused_with_the_reason(name: str) -> None:
+def test_unsupported_block_heads_are_rejected_with_the_reason(name: str) -> None:
     with pytest.raises(UNKNOWN, match=REFUSED[name]):
         read(name)
 
@@ -120,7 +120,7 @@ def test_it_is_refused_with_the_reason(name: str) -> None:
         ("deepspec-qwen3-8b", {"num_target_layers": 28}, PacelineError, "expected a target of 28 layers"),
     ],
 )
-def test_a_key_that_would_change_the_head_is_refused_by_name(
+def test_block_head_keys_that_change_the_output_are_rejected_by_name(
     name: str, changes: dict[str, object], error: type[PacelineError], said: str
 ) -> None:
     with pytest.raises(error, match=said):

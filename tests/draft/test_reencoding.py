@@ -55,7 +55,7 @@ def drafter(draft: TableDecoder, k: int, ours: object, theirs: object, **given: 
     ("ours", "theirs", "heat"),
     [(COARSE, FINE, HEATS[0]), (FINE, COARSE, HEATS[1]), (MARKED, COARSE, HEATS[2]), (COARSE, MARKED, HEATS[1])],
 )
-def test_tokens_are_those_of_plain_decoding(
+def test_retokenizing_drafts_change_no_token(
     ours: PreTrainedTokenizerFast, theirs: PreTrainedTokenizerFast, heat: dict
 ) -> None:
     """Random models split characters and divide words as no tokenizer would; more requests than slots."""
@@ -93,7 +93,7 @@ def test_a_draft_that_knows_the_text_is_accepted(
         assert begun
 
 
-def test_the_end_of_a_text_is_proposed_as_the_target_s_own() -> None:
+def test_the_end_id_is_proposed_as_the_targets() -> None:
     script, known = [*COARSE.encode(TEXT), 0], [*FINE.encode(TEXT), 1]
     draft, target = decoder(FINE, slots=1, script=known, eos=(1,)), decoder(COARSE, slots=1, script=script, eos=(0,))
     source = drafter(draft, 8, FINE, COARSE, eos=0)
@@ -103,14 +103,14 @@ def test_the_end_of_a_text_is_proposed_as_the_target_s_own() -> None:
     assert any(0 in rows[0] for rows in source.proposed)
 
 
-def test_a_draft_with_a_token_for_the_beginning_reads_it() -> None:
+def test_a_draft_with_a_bos_token_reads_it() -> None:
     ours = bytes_merged(50, bos=True)
     source = drafter(decoder(ours, slots=1), 2, ours, COARSE)
     source.add_request(0, COARSE.encode(TEXT))
     assert source._texts[0].cached[:1] == [1] and 1 not in source._texts[0].cached[1:]
 
 
-def test_a_text_longer_than_the_draft_s_context_goes_on_without_it() -> None:
+def test_a_text_beyond_the_drafts_context_continues_without_drafts() -> None:
     asked = {"max_new_tokens": 60, "eos_token_id": [], **HEATS[1]}
     prompts = [COARSE.encode(CORPUS[0]), COARSE.encode(CORPUS[1]), COARSE.encode(CORPUS[0] * 5)]
     target = decoder(COARSE)
@@ -126,7 +126,7 @@ def test_a_text_longer_than_the_draft_s_context_goes_on_without_it() -> None:
 @given(
     text=st.text("achet \u00e9\u65e5", max_size=40), cut=st.integers(0, 60), marked=st.booleans(), fine=st.booleans()
 )
-def test_what_continues_a_text_says_what_was_asked(text: str, cut: int, marked: bool, fine: bool) -> None:
+def test_reencoded_continuations_decode_to_the_original_text(text: str, cut: int, marked: bool, fine: bool) -> None:
     tokenizer = MARKED if marked else FINE if fine else COARSE
     ids = tokenizer.encode(text)
     side = TargetText(tokenizer, ids[:cut])
@@ -155,7 +155,7 @@ def test_a_continuation_that_fits_is_decoded_once() -> None:
 
 
 @pytest.mark.parametrize("tokenizer", [COARSE, FINE, MARKED])
-def test_only_the_end_of_a_long_text_is_encoded_again(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_only_the_end_of_a_long_text_is_reencoded(tokenizer: PreTrainedTokenizerFast) -> None:
     class Counting:
         longest = 0
 
@@ -171,7 +171,7 @@ def test_only_the_end_of_a_long_text_is_encoded_again(tokenizer: PreTrainedToken
     assert Counting.longest < len(text) / 2
 
 
-def test_without_tokenizers_the_pair_is_refused(tmp_path: Path) -> None:
+def test_a_retokenizing_pair_without_tokenizers_is_rejected(tmp_path: Path) -> None:
     draft, target = decoder(FINE), decoder(COARSE)
     with pytest.raises(PairingError, match=r"target's tokenizer for 'retokenize', got none"):
         SpeculativeGenerator(draft, target, vocabulary="retokenize")

@@ -38,7 +38,7 @@ def longest_repeat(tokens: list[int]) -> int:
 
 
 @given(texts)
-def test_the_longest_repetition_is_found_and_its_place_is_one_of_it(tokens: list[int]) -> None:
+def test_the_longest_repetition_and_one_of_its_positions_are_found(tokens: list[int]) -> None:
     automaton = grown(tokens)
     length, at = automaton.repeated()
     assert length == longest_repeat(tokens)
@@ -48,7 +48,7 @@ def test_the_longest_repetition_is_found_and_its_place_is_one_of_it(tokens: list
 
 
 @given(texts, texts)
-def test_another_text_is_followed_by_its_longest_known_end(known: list[int], other: list[int]) -> None:
+def test_a_text_is_matched_by_its_longest_known_suffix(known: list[int], other: list[int]) -> None:
     automaton = grown(known)
     state = length = 0
     for count, token in enumerate(other, start=1):
@@ -80,7 +80,7 @@ def proposed(drafter: SuffixDrafter, slot: int = 0) -> list[int]:
     return [token for token in row if token != PAD]
 
 
-def test_short_repetitions_are_left_alone() -> None:
+def test_short_repetitions_propose_nothing() -> None:
     drafter = SuffixDrafter(4, min_match=3)
     drafter.add_request(0, [1, 2, 3, 9, 2, 3])
     assert proposed(drafter) == []
@@ -114,7 +114,7 @@ def test_earlier_outputs_are_shared_and_prompts_are_not() -> None:
     assert proposed(drafter) == []
 
 
-def test_a_corpus_keeps_its_size_and_what_is_new() -> None:
+def test_a_corpus_keeps_its_size_and_the_newest_texts() -> None:
     corpus = OutputCorpus(20)
     for at in range(30):
         corpus.add([at, at + 1, at + 2])
@@ -160,8 +160,8 @@ def test_a_copy_with_a_name_changed_is_drafted_by_the_block(heat: dict) -> None:
     assert suffixes.statistics.tau > 3
 
 
-def test_the_model_is_spared_where_the_text_repeats_and_has_no_gap_after() -> None:
-    """Itself as draft behind a function that is right now and then: everything the model proposes stands."""
+def test_the_model_is_skipped_during_repetitions_and_catches_up() -> None:
+    """The target as draft after a function that is right now and then: everything the model proposes is accepted."""
     one, other = TableDecoder(TARGET), TableDecoder(TARGET)
     text = TableDecoder(TARGET).sample([PROMPTS[0]], max_new_tokens=50)[0].tolist()
 
@@ -175,7 +175,7 @@ def test_the_model_is_spared_where_the_text_repeats_and_has_no_gap_after() -> No
 
 
 def test_drafters_in_a_list_may_have_separate_depths() -> None:
-    """The function drafts as many as k, the model two, and neither changes a token."""
+    """The function drafts k tokens, the model two, and neither changes a token."""
     text = TableDecoder(TARGET).sample([PROMPTS[0]], max_new_tokens=50)[0].tolist()
 
     def sometimes(seen: list[int]) -> list[int]:
@@ -197,7 +197,7 @@ def test_drafters_in_a_list_may_have_separate_depths() -> None:
 REPEATS = [[3, 4, 5, 3, 4, 5, 3, 4]]
 
 
-def test_short_proposals_of_a_list_have_a_separate_graph_and_all_are_made_ahead(workshop: Workshop) -> None:
+def test_short_proposals_of_a_list_have_a_separate_graph_built_ahead(workshop: Workshop) -> None:
     """A model's two tokens are not verified in a window for six; and nothing is compiled while a user waits."""
     draft, target = workshop.pair(backend="eager")
     target = target.sibling()  # with graphs of its own
@@ -213,7 +213,7 @@ def test_short_proposals_of_a_list_have_a_separate_graph_and_all_are_made_ahead(
 
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("draft", ["ngram", "suffix", FunctionDrafter(lambda text: text[:3], 4)])
-def test_who_has_nothing_to_say_of_nonsense_has_its_graphs_made_ahead(
+def test_drafters_without_a_proposal_for_the_warmup_have_their_graphs_built(
     workshop: Workshop, draft: object, exact: bool
 ) -> None:
     target = workshop.pair(backend="eager")[1].sibling()
@@ -228,7 +228,7 @@ def test_who_has_nothing_to_say_of_nonsense_has_its_graphs_made_ahead(
     "names", [["none", "ngram"], [None, "ngram"], ["ngram", "none"], ["none"], [FunctionDrafter(list, 0)]]
 )
 @pytest.mark.parametrize("k", [3, (0, 2)])
-def test_one_that_proposes_nothing_may_stand_in_a_chain(names: list[object], k: int | tuple[int, ...]) -> None:
+def test_a_list_may_hold_a_drafter_that_proposes_nothing(names: list[object], k: int | tuple[int, ...]) -> None:
     if isinstance(k, tuple) and "ngram" not in names:
         pytest.skip("a ladder needs a drafter that deep")
     plain = TableDecoder(TARGET).sample([PROMPTS[0]], max_new_tokens=20)
@@ -237,7 +237,7 @@ def test_one_that_proposes_nothing_may_stand_in_a_chain(names: list[object], k: 
     assert (maker.statistics.num_draft_tokens > 0) == ("ngram" in names)
 
 
-def test_what_cannot_stand_in_a_chain_is_refused() -> None:
+def test_drafters_that_cannot_be_in_a_list_are_rejected() -> None:
     with pytest.raises(ConfigurationError, match="match"):
         SpeculativeGenerator(["ngram", TableDecoder(TARGET)], TableDecoder(TARGET), acceptor="reject")
     with pytest.raises(ConfigurationError, match="at least one"):
@@ -257,7 +257,7 @@ def test_a_corpus_in_a_file_is_drafted_from_and_does_not_grow(tmp_path: Path) ->
     assert drafter.propose_text(drafter.new_text([0, 3, 4]), 3) == []
 
 
-def test_a_corpus_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
+def test_an_unusable_corpus_is_rejected(tmp_path: Path) -> None:
     empty, bare = tmp_path / "empty.bin", tmp_path / "bare.bin"
     write_tokens(empty, [], vocab_size=16)
     bare.write_bytes(b"12345678")

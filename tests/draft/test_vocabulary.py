@@ -17,7 +17,7 @@ PROMPTS = [[1, 2, 3], [4], [5, 6, 5, 6], [7, 8]]
 WORDS = {f"w{i}": i for i in range(V)}
 
 
-def test_ids_and_logits_go_through_the_tokens_both_have() -> None:
+def test_ids_and_logits_are_mapped_by_the_shared_tokens() -> None:
     made = IntersectionVocabMap({"a": 0, "b": 1, "c": 2}, {"c": 0, "x": 1, "a": 3}, sizes=(4, 5), unknown=1)
     assert made.shared == 2
     assert made.ids([0, 1, 2, 3]) == [3, 1, 0, 1]
@@ -27,7 +27,7 @@ def test_ids_and_logits_go_through_the_tokens_both_have() -> None:
     assert bool((spread[[1, 3]] < -1e29).all())
 
 
-def test_the_same_ids_are_cut_at_the_shorter_end() -> None:
+def test_equal_ids_are_cut_to_the_smaller_vocabulary() -> None:
     made = VocabMap(6, 4)
     assert made.ids([0, 5]) == [0, 3]
     assert made.logits(torch.zeros(2, 4)).shape == (2, 4)
@@ -44,7 +44,7 @@ def shuffled(seed: int, kept: int) -> tuple[torch.Tensor, dict[str, int]]:
 @pytest.mark.parametrize("fused", [None, False])
 @pytest.mark.parametrize("heat", [{}, {"do_sample": True, "seed": 4}, {"do_sample": True, "seed": 4, "top_k": 3}])
 @pytest.mark.parametrize("kept", [V, 8])
-def test_a_draft_of_other_ids_is_coupled_and_changes_nothing(
+def test_a_draft_with_other_ids_is_coupled_and_changes_no_token(
     monkeypatch: pytest.MonkeyPatch, kept: int, heat: dict, fused: bool | None
 ) -> None:
     logits, names = shuffled(3, kept)
@@ -62,7 +62,7 @@ def test_a_draft_of_other_ids_is_coupled_and_changes_nothing(
         assert 0.1 < made.statistics.acceptance_rate < 1.0
 
 
-def test_what_has_too_little_in_common_or_no_tokenizer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vocabularies_with_too_few_shared_tokens_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     draft, target = TableDecoder(near(TARGET, seed=1, spread=1.0)), TableDecoder(TARGET)
     with pytest.raises(PairingError, match=r"expected a tokenizer\.json"):
         SpeculativeGenerator(draft, target, vocabulary="intersection")
@@ -74,7 +74,7 @@ def test_what_has_too_little_in_common_or_no_tokenizer_is_refused(monkeypatch: p
         SpeculativeGenerator(draft, target, vocabulary="union")
 
 
-def test_equal_vocabularies_meet_in_all_of_them(workshop: Workshop) -> None:
+def test_equal_vocabularies_share_all_tokens(workshop: Workshop) -> None:
     """Real decoders, eager: an intersection that is the identity drafts what no intersection drafts."""
     draft, target = workshop.pair()
     plain = SpeculativeGenerator(draft, target, k=3)

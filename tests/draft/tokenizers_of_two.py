@@ -1,4 +1,4 @@
-"""Small tokenizers that divide the same text differently, and models that know a text by heart; no tests in here."""
+"""Small tokenizers that divide the same text differently, and models that know a text by heart; no tests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CORPUS = [
 
 
 def bytes_merged(size: int, *, corpus: Sequence[str] = CORPUS, bos: bool = False) -> PreTrainedTokenizerFast:
-    """Byte-level BPE of up to ``size`` ids, of the bytes in the corpus alone; characters may be split over tokens."""
+    """Byte-level BPE of up to ``size`` ids, with only the bytes in the corpus; characters may be split over tokens."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -34,7 +34,7 @@ def bytes_merged(size: int, *, corpus: Sequence[str] = CORPUS, bos: bool = False
 
 
 def every_byte() -> PreTrainedTokenizerFast:
-    """Byte-level ids of any bytes: 0 is special, and behind the bytes stand merges, some of halves of characters."""
+    """Byte-level ids of any bytes: 0 is special, and after the bytes come merges, some of halves of characters."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -46,7 +46,7 @@ def every_byte() -> PreTrainedTokenizerFast:
 
 
 def byte_fallback() -> PreTrainedTokenizerFast:
-    """As Llama 2 has them: 0 is special, 1 to 256 are bytes by name, 257 is a letter."""
+    """A vocabulary as Llama 2's: 0 is special, 1 to 256 are bytes by name, 257 is a letter."""
     names = ["<e>", *(f"<0x{byte:02X}>" for byte in range(256)), "a"]
     made = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, [], byte_fallback=True))
     made.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])

@@ -1,4 +1,4 @@
-"""Random EAGLE heads for the tiny target, and plain references of what they compute; no tests in here.
+"""Random EAGLE heads for the tiny target, and plain references of what they compute; no tests.
 
 The references use no cache, no tree mask and no code of the head: every node is computed from its whole path, and the
 layer of version 1 is transformers' own.
@@ -150,7 +150,7 @@ class Plain:
         return stream + (F.silu(gate) * up) @ self.weights[f"{prefix}mlp.down_proj.weight"].T
 
     def _attention(self, x: Tensor, prefix: str) -> Tensor:
-        """Every pair by itself, over the pairs up to it."""
+        """Every pair in a separate pass, over the pairs up to it."""
         sizes, size = self.config, len(x)
         q, k, v = (
             (x @ self.weights[f"{prefix}self_attn.{side}_proj.weight"].T).unflatten(-1, (-1, sizes.head_dim))

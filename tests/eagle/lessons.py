@@ -1,4 +1,4 @@
-"""What the tests of training learn from: a tiny target, easy text, and a head to begin with; no tests in here."""
+"""Inputs of the training tests: a tiny target, easy text, and a head to begin with; no tests."""
 
 from __future__ import annotations
 

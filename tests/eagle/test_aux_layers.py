@@ -1,4 +1,4 @@
-"""Which streams of the target a head reads: the default by size, and the user's word against the file's."""
+"""Streams of the target that a head reads: the default by size, and the user's option over the file's."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from tests.eagle.heads import config, random_head
 
 
 @pytest.mark.parametrize("count", [7, 8, 16, 32, 36, 48, 80])
-def test_the_default_is_that_of_eagle(count: int) -> None:
+def test_default_layers_are_those_of_eagle(count: int) -> None:
     layers = default_layers(count)
     assert layers == (2, count // 2, count - 3)
     assert len(set(layers)) == 3 and list(layers) == sorted(layers)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6])
-def test_a_small_target_has_no_default_and_says_so(workshop: Workshop, count: int) -> None:
+def test_a_small_target_requires_the_option(workshop: Workshop, count: int) -> None:
     with pytest.raises(
         ConfigurationError, match=rf"for a target of {count} layers; give streams from 0 to {count} \(--aux-layers"
     ):
@@ -43,7 +43,7 @@ def test_a_small_target_has_no_default_and_says_so(workshop: Workshop, count: in
     train.check(EagleHeadOptions(version=1), texts, sizes)
 
 
-def test_the_option_is_text_or_numbers() -> None:
+def test_aux_layers_accepts_text_or_numbers() -> None:
     for given in ("2,16,29", (2, 16, 29), [2, 16, 29], " 2, 16 ,29"):
         assert parse_layers(given) == (2, 16, 29)
     assert parse_layers(5) == parse_layers("5") == (5,) and parse_layers(None) is None
@@ -53,7 +53,7 @@ def test_the_option_is_text_or_numbers() -> None:
 
 
 @pytest.mark.parametrize("layout", ["paceline", "eagle", "speculators"])
-def test_the_user_s_word_goes_before_the_file_s(
+def test_the_option_overrides_the_file(
     workshop: Workshop, tmp_path: Path, layout: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """By argument and in the grammar; the log says both."""
@@ -76,7 +76,7 @@ def test_the_user_s_word_goes_before_the_file_s(
         EagleDrafter.from_pretrained(tmp_path, target, aux_layers=(1, 2))
 
 
-def test_it_is_an_option_of_eagle_3_heads_alone(workshop: Workshop, tmp_path: Path) -> None:
+def test_aux_layers_is_an_option_of_eagle_3_heads_only(workshop: Workshop, tmp_path: Path) -> None:
     assert "aux_layers" in options_of(DRAFTERS["eagle"]) and "aux_layers" not in options_of(DRAFTERS["medusa"])
     target = workshop.decoder(slots=1)
     for layout in ("paceline", "eagle"):
@@ -91,7 +91,7 @@ def test_it_is_an_option_of_eagle_3_heads_alone(workshop: Workshop, tmp_path: Pa
         make_drafter(SpeculativeConfig(draft=f"{tmp_path / 'eagle'}:amp=f32"), target)
 
 
-def test_a_file_without_ids_needs_the_option_where_the_target_is_small(workshop: Workshop, tmp_path: Path) -> None:
+def test_a_file_without_layer_ids_needs_the_option_for_a_small_target(workshop: Workshop, tmp_path: Path) -> None:
     target = workshop.decoder(slots=1)
     checkpoint.save(tmp_path, random_head(config(target.config, 3)), layout="eagle")
     told = json.loads((tmp_path / "config.json").read_text())

@@ -35,7 +35,7 @@ def target(workshop: Workshop) -> ModelConfig:
 
 
 def tensors_of(target: ModelConfig) -> TargetTensors:
-    """What a target adds to a head in NxD Inference's layout, as random numbers."""
+    """Tensors that a target adds to a head in NxD Inference's layout, as random numbers."""
     torch.manual_seed(3)
     shape = (VOCABULARY, target.hidden_size)
     return TargetTensors(torch.randn(shape), torch.randn(shape), target.num_layers)
@@ -70,7 +70,7 @@ HELD = [
 
 
 @pytest.mark.parametrize(("layout", "version", "changes"), HELD)
-def test_every_layout_comes_back(
+def test_every_layout_is_read_back(
     target: ModelConfig, tmp_path: Path, layout: str, version: int, changes: dict[str, object]
 ) -> None:
     target = replace(target, num_layers=8)
@@ -95,7 +95,7 @@ def test_every_layout_comes_back(
         ("paceline", 3, PARALLEL),
     ],
 )
-def test_what_only_some_layouts_hold_comes_back_from_them(
+def test_layout_specific_settings_are_read_back(
     target: ModelConfig, tmp_path: Path, layout: str, version: int, changes: dict[str, object]
 ) -> None:
     made, lent = random_head(config(target, version, **changes)), tensors_of(target)
@@ -124,7 +124,7 @@ EXPORTS: list[tuple[str, int, dict[str, object], str]] = [
 
 
 @pytest.mark.parametrize(("layout", "version", "changes", "said"), EXPORTS)
-def test_heads_that_readers_of_a_layout_cannot_run_are_not_written(
+def test_heads_a_layout_cannot_express_are_rejected(
     target: ModelConfig, tmp_path: Path, layout: str, version: int, changes: dict[str, object], said: str
 ) -> None:
     target = replace(target, num_layers=8)
@@ -135,8 +135,10 @@ def test_heads_that_readers_of_a_layout_cannot_run_are_not_written(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_head_for_nxd_inference_holds_what_it_reads(target: ModelConfig, tmp_path: Path) -> None:
-    """It borrows nothing of the target, calls the layer layers.0 and the bias of fc `fc_bias`, and knows no d2t."""
+def test_a_head_for_nxd_inference_has_the_expected_tensors(target: ModelConfig, tmp_path: Path) -> None:
+    """NxD Inference shares nothing with the target, calls the layer layers.0 and the bias of fc `fc_bias`, and knows no
+    d2t.
+    """
     target = replace(target, num_layers=8)
     lent = tensors_of(target)
     three = random_head(config(target, 3, draft_vocab_size=VOCABULARY, layers=(2, 4, 5)))
@@ -154,7 +156,7 @@ def test_a_head_for_nxd_inference_holds_what_it_reads(target: ModelConfig, tmp_p
     assert written["fc_bias"] is True and "bias" not in written
 
 
-def test_names_are_those_of_the_projects(target: ModelConfig, tmp_path: Path) -> None:
+def test_tensor_names_equal_those_of_the_projects(target: ModelConfig, tmp_path: Path) -> None:
     three, one = random_head(config(target, 3)), random_head(config(target, 1, fc_bias=True))
     for layout, made, names in (
         (
@@ -229,7 +231,7 @@ BAD: list[tuple[dict[str, object], type[PacelineError], str]] = [
 
 
 @pytest.mark.parametrize(("change", "error", "part"), BAD)
-def test_tensors_that_do_not_fit_are_refused(
+def test_tensors_of_wrong_shape_are_rejected(
     target: ModelConfig, tmp_path: Path, change: dict[str, Tensor | None], error: type[Exception], part: str
 ) -> None:
     checkpoint.save(tmp_path, random_head(config(target, 3)))
@@ -237,7 +239,7 @@ def test_tensors_that_do_not_fit_are_refused(
         checkpoint.load(rewritten(tmp_path, change), target)
 
 
-def test_parts_that_only_tensors_tell_of_are_found_or_asked_for(target: ModelConfig, tmp_path: Path) -> None:
+def test_settings_found_only_in_tensors_are_detected_or_required(target: ModelConfig, tmp_path: Path) -> None:
     """Further layers, and an output layer that is the target's: config.json of other layouts need not say it."""
     made = random_head(config(target, 3, draft_vocab_size=VOCABULARY, norm_before_residual=True))
     made.weights["ids"] = torch.arange(VOCABULARY)
@@ -276,7 +278,7 @@ def test_parts_that_only_tensors_tell_of_are_found_or_asked_for(target: ModelCon
         ({"rope": {**asdict(RopeConfig()), "type": 5}}, CheckpointError, "type: expected a string, got 5"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused(
+def test_contradictory_settings_are_rejected(
     target: ModelConfig, tmp_path: Path, settings: dict[str, object], error: type[Exception], part: str
 ) -> None:
     checkpoint.save(tmp_path, random_head(config(target, 3)))
@@ -284,7 +286,7 @@ def test_settings_that_do_not_fit_are_refused(
         checkpoint.load(rewritten(tmp_path, None, **settings), target)
 
 
-def test_a_whole_vocabulary_needs_no_map_and_version_1_has_none(target: ModelConfig, tmp_path: Path) -> None:
+def test_a_full_vocabulary_needs_no_map(target: ModelConfig, tmp_path: Path) -> None:
     """EAGLE-3's own code drops d2t and t2d where both vocabularies are one."""
     for layout in ("paceline", "eagle", "speculators"):
         folder = tmp_path / layout
@@ -300,8 +302,8 @@ def test_a_whole_vocabulary_needs_no_map_and_version_1_has_none(target: ModelCon
         checkpoint.load(rewritten(tmp_path / "one", surplus), target)
 
 
-def test_speculators_find_what_they_ask_for(target: ModelConfig, tmp_path: Path) -> None:
-    """What vLLM reads before it loads such a head, and the config of a published one read by us."""
+def test_speculators_readers_find_the_required_fields(target: ModelConfig, tmp_path: Path) -> None:
+    """Fields that vLLM reads before it loads such a head, and the config of a published one read by Paceline."""
     for version, kind in ((1, "eagle"), (3, "eagle3")):
         folder = tmp_path / kind
         checkpoint.save(folder, random_head(config(target, version)), layout="speculators", base="some/target")
@@ -324,7 +326,7 @@ def test_the_repository_s_own_file_is_a_pickle(target: ModelConfig, tmp_path: Pa
     assert all(torch.equal(found[name], value) for name, value in made.weights.items())
 
 
-def test_foreign_layouts_are_refused_where_they_say_something_else(target: ModelConfig, tmp_path: Path) -> None:
+def test_foreign_layouts_with_contradictions_are_rejected(target: ModelConfig, tmp_path: Path) -> None:
     one, lent = random_head(config(target, 1)), tensors_of(target)
     checkpoint.save(tmp_path / "nxd", one, layout="nxd", target=lent)
     with pytest.raises(CheckpointError, match="output layer"):
@@ -342,7 +344,7 @@ def test_foreign_layouts_are_refused_where_they_say_something_else(target: Model
         checkpoint.load(tmp_path / "nowhere", target)
 
 
-def test_conversion_keeps_the_head_and_its_own_embedding(target: ModelConfig, tmp_path: Path) -> None:
+def test_conversion_keeps_the_head_and_its_embedding(target: ModelConfig, tmp_path: Path) -> None:
     embedding = torch.randn(VOCABULARY, target.hidden_size)
     made = random_head(config(target, 3))
     checkpoint.save(tmp_path / "a", Checkpoint(made.config, made.weights, embedding), layout="eagle")
@@ -353,7 +355,7 @@ def test_conversion_keeps_the_head_and_its_own_embedding(target: ModelConfig, tm
     assert all(torch.equal(found.weights[name], value) for name, value in made.weights.items())
 
 
-def test_values_beyond_the_number_format_are_refused(workshop: Workshop, target: ModelConfig, tmp_path: Path) -> None:
+def test_values_beyond_the_number_format_are_rejected(workshop: Workshop, target: ModelConfig, tmp_path: Path) -> None:
     """1e5 is a number in float32 and infinity in float16."""
     made = random_head(config(target, 3))
     made.weights["norm.weight"][3] = 1e5
@@ -363,5 +365,5 @@ def test_values_beyond_the_number_format_are_refused(workshop: Workshop, target:
         EagleDrafter.from_pretrained(tmp_path, workshop.decoder(slots=1, amp="f16"))
 
 
-def test_everyone_may_read_a_head(target: ModelConfig, tmp_path: Path) -> None:
+def test_a_saved_head_is_world_readable(target: ModelConfig, tmp_path: Path) -> None:
     assert checkpoint.save(tmp_path, random_head(config(target, 3))).stat().st_mode & 0o777 == 0o644

@@ -26,7 +26,7 @@ from tests.eagle.heads import PARALLEL, SHARED
 
 @pytest.fixture(scope="module", params=DEGREES)
 def target(request: pytest.FixtureRequest, workshop: Workshop) -> Iterator[SamplingDecoder]:
-    """It keeps the processes of its degree alive for all tests of this module."""
+    """Keep the processes of this degree alive for all tests of this module."""
     made = load(workshop, request.param)
     yield made
     made.close()
@@ -53,7 +53,9 @@ EAGLE_HEADS: dict[str, tuple[int, DraftTree, str, dict[str, object]]] = {
     indirect=["target"],
     scope="module",
 )
-def test_eagle(workshop: Workshop, target: SamplingDecoder, tmp_path: Path, name: str) -> None:
+def test_eagle_heads_on_ranks_keep_the_tokens(
+    workshop: Workshop, target: SamplingDecoder, tmp_path: Path, name: str
+) -> None:
     """A head that is divided, one that every rank has all of, and one rank draft the same."""
     version, draft_tree, setting, changes = EAGLE_HEADS[name]
     drafted = []
@@ -81,8 +83,8 @@ def test_an_eagle_head_on_two_ranks(workshop: Workshop, tmp_path: Path) -> None:
         target.close()
 
 
-def test_a_rank_has_its_part_of_an_eagle_head(workshop: Workshop, target: SamplingDecoder, tmp_path: Path) -> None:
-    """Of 4 heads, 2 of keys, 48 columns of the MLP and 48 ids that can be drafted."""
+def test_a_rank_holds_its_shard_of_an_eagle_head(workshop: Workshop, target: SamplingDecoder, tmp_path: Path) -> None:
+    """Half of 4 heads, 2 of keys, 48 columns of the MLP and 48 ids that can be drafted."""
     degree, whole = target.options.layout.degree, load(workshop, 1)
     all_of_it, own = (
         heads.drafter(tmp_path, model, 3, Chain(2), divided=model is target).head for model in (whole, target)
@@ -98,9 +100,7 @@ def test_a_rank_has_its_part_of_an_eagle_head(workshop: Workshop, target: Sampli
     assert sizes[0] < 0.6 * sizes[1]
 
 
-def test_an_eagle_head_with_its_own_embedding_shards_that_too(
-    workshop: Workshop, target: SamplingDecoder, tmp_path: Path
-) -> None:
+def test_a_separate_head_embedding_is_sharded_too(workshop: Workshop, target: SamplingDecoder, tmp_path: Path) -> None:
     found = heads.random_head(heads.config(target.config, 1))
     torch.manual_seed(7)
     embedding = torch.randn(VOCABULARY, target.config.hidden_size)
@@ -115,7 +115,7 @@ def test_an_eagle_head_with_its_own_embedding_shards_that_too(
     assert drafted[0] == drafted[1]
 
 
-def test_a_small_eagle_head_is_not_divided_unless_asked(workshop: Workshop, tmp_path: Path) -> None:
+def test_a_small_eagle_head_is_replicated_by_default(workshop: Workshop, tmp_path: Path) -> None:
     whole = load(workshop, 1)
     sizes = heads.config(whole.config, 3)
     assert not is_divided(sizes, 4) and is_divided(sizes, 4, True)

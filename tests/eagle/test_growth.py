@@ -32,7 +32,7 @@ def test_the_first_pick_of_a_tree_is_the_pick_of_a_chain(
 
 @given(st.lists(st.integers(-3, 0), min_size=4, max_size=30), st.randoms(use_true_random=False))
 @settings(max_examples=60)
-def test_what_is_kept_is_connected_and_in_order_even_among_equals(steps: list[int], random: object) -> None:
+def test_kept_nodes_are_connected_and_ordered_even_with_ties(steps: list[int], random: object) -> None:
     """A child has its parent's value plus a step that is never above 0; many are equal."""
     parents = [random.randrange(-1, node) if node else -1 for node in range(len(steps))]  # type: ignore[attr-defined]
     logprob: list[float] = []
@@ -51,6 +51,6 @@ def test_what_is_kept_is_connected_and_in_order_even_among_equals(steps: list[in
     assert all(-1 <= parent < node for node, parent in enumerate(above[0].tolist()))
 
 
-def test_top_gives_the_lowest_id_first_among_equals() -> None:
+def test_top_k_ties_give_the_lowest_id_first() -> None:
     values, ids = reduce.top(torch.tensor([[1.0, 3.0, 3.0, -2.0, 3.0]]), 4)
     assert ids.tolist() == [[1, 2, 4, 0]] and values.tolist() == [[3.0, 3.0, 3.0, 1.0]]

@@ -41,9 +41,7 @@ def plain(made: EagleDrafter) -> Plain:
 
 
 @pytest.mark.parametrize(("version", "changes"), VARIANTS)
-def test_the_head_and_the_network_compute_what_a_plain_forward_does(
-    workshop: Workshop, version: int, changes: dict[str, object]
-) -> None:
+def test_head_and_network_equal_a_plain_forward(workshop: Workshop, version: int, changes: dict[str, object]) -> None:
     target = workshop.decoder(slots=1)
     found = random_head(config(target.config, version, **changes))
     reference = Plain(found, target.body.model.embedding, target.body.model.head)
@@ -70,10 +68,10 @@ def test_the_head_and_the_network_compute_what_a_plain_forward_does(
 
 
 @pytest.mark.parametrize(("version", "changes"), [*HEADS, (3, PARALLEL)])
-def test_later_passes_of_training_read_what_a_chain_reads(
+def test_later_training_passes_read_the_inputs_of_a_chain(
     workshop: Workshop, version: int, changes: dict[str, object]
 ) -> None:
-    """Pass j at place i is j drafts behind the pair i, whose features are real (the training-time test)."""
+    """Pass j at place i is j drafts after the pair i, whose features are real (the training-time test)."""
     target = workshop.decoder(slots=1)
     found = random_head(config(target.config, version, **changes))
     model = target.body.model
@@ -96,7 +94,7 @@ def test_later_passes_of_training_read_what_a_chain_reads(
 
 
 @pytest.mark.parametrize(("version", "changes"), [*HEADS, (3, PARALLEL)])
-def test_greedy_chains_are_those_of_whole_path_recomputation(
+def test_greedy_chains_equal_recomputation_of_the_path(
     workshop: Workshop, tmp_path: Path, version: int, changes: dict[str, object]
 ) -> None:
     target = workshop.decoder(slots=1)
@@ -133,7 +131,7 @@ def test_the_pass_that_reads_the_commit_gives_the_first_level(
 
 
 @pytest.mark.parametrize(("version", "changes"), [*HEADS, (3, PARALLEL)])
-def test_static_trees_are_those_of_whole_path_recomputation(
+def test_static_trees_equal_recomputation_of_the_path(
     workshop: Workshop, tmp_path: Path, version: int, changes: dict[str, object]
 ) -> None:
     parents = (-1, -1, 0, 0, 1, 2, 2, 5)
@@ -151,7 +149,7 @@ def test_static_trees_are_those_of_whole_path_recomputation(
 
 @pytest.mark.parametrize("version", [1, 3])
 @pytest.mark.parametrize(("nodes", "depth", "width"), [(9, 3, 3), (5, 5, 1), (14, 4, 2), (3, 1, 3)])
-def test_dynamic_trees_are_those_of_the_algorithm_over_lists(
+def test_dynamic_trees_equal_a_list_based_reference(
     workshop: Workshop, tmp_path: Path, version: int, nodes: int, depth: int, width: int
 ) -> None:
     target = workshop.decoder(slots=1)
@@ -185,7 +183,7 @@ def test_dynamic_trees_are_those_of_the_algorithm_over_lists(
     [(version, {}, draft_tree) for version in (1, 3) for draft_tree in GROWTHS]
     + [(3, NEWER, Chain(4)), (3, SHARED, GROWTHS[2]), (3, PARALLEL, Chain(4))],
 )
-def test_after_rounds_the_cache_is_that_of_one_pass(
+def test_after_rounds_the_cache_equals_that_of_one_pass(
     workshop: Workshop, tmp_path: Path, version: int, changes: dict[str, object], draft_tree: DraftTree
 ) -> None:
     """Drafting reads guesses; committed rows must hold real features only (C38), whatever was accepted."""
@@ -207,7 +205,7 @@ def test_after_rounds_the_cache_is_that_of_one_pass(
 
 @pytest.mark.parametrize("version", [1, 3])
 @pytest.mark.parametrize("draft_tree", GROWTHS, ids=lambda draft_tree: draft_tree.name)
-def test_as_many_drafts_are_accepted_where_requests_move(
+def test_moving_requests_keeps_the_acceptance(
     workshop: Workshop, tmp_path: Path, version: int, draft_tree: DraftTree
 ) -> None:
     """Texts of unequal length leave, and others move to their slots, with all that the head has kept of them."""

@@ -1,4 +1,4 @@
-"""What a head learns, and the acceptance it is measured by, against plain references."""
+"""The objective of a head, and the acceptance it is measured by, against plain references."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.eagle.lessons import output, parts
     ("version", "drafted", "changes"),
     [(1, VOCABULARY, {}), (3, 60, {}), (3, VOCABULARY, {}), (3, 60, NEWER), (3, 60, PARALLEL)],
 )
-def test_the_objective_is_that_of_the_papers(
+def test_the_objective_equals_that_of_the_papers(
     workshop: Workshop, tmp_path: Path, version: int, drafted: int, changes: dict[str, object], every: bool
 ) -> None:
     """Place by place over plain recomputed paths: 0.8 to the power of the pass, cross-entropy over the drafted ids
@@ -68,7 +68,7 @@ def test_the_objective_is_that_of_the_papers(
     assert EagleTraining(tokens=1).passes(3) == 7, "as the paper's"
 
 
-def test_losses_of_lk_aim_at_the_acceptance_rate() -> None:
+def test_lk_losses_optimise_the_acceptance_rate() -> None:
     """By the formulas of arXiv 2602.23881, place by place; both are least where the head is the target."""
     generator = torch.Generator().manual_seed(0)
     logits, wanted = torch.randn(4, 7, generator=generator) * 2, torch.randn(4, 7, generator=generator).softmax(-1)
@@ -86,8 +86,8 @@ def test_losses_of_lk_aim_at_the_acceptance_rate() -> None:
     assert set(LOSSES) == {"ce", "nla", "lk_hybrid"}, "those that `EagleTraining` takes"
 
 
-def test_a_chain_is_measured_where_all_its_places_count(workshop: Workshop, tmp_path: Path) -> None:
-    """Of texts that are cut to the places that count, and of whole ones that say which do, the shares are the same."""
+def test_chain_acceptance_is_measured_where_all_positions_count(workshop: Workshop, tmp_path: Path) -> None:
+    """Texts that are cut to the counted positions, and full ones with a mask of them, have the same shares."""
     frozen, corpus, network, vocabulary = parts(workshop, tmp_path, 3)
     texts, depth, begin, end = corpus.batch(0), 3, 9, 20
     given = {"depth": depth, "head": output(frozen), "vocabulary": vocabulary}
@@ -102,7 +102,7 @@ def test_a_chain_is_measured_where_all_its_places_count(workshop: Workshop, tmp_
         acceptance(network, some, skip=0, **given)
 
 
-def test_the_law_over_a_part_of_the_vocabulary() -> None:
+def test_distributions_over_a_part_of_the_vocabulary_are_renormalised() -> None:
     vocabulary = DraftVocab.frequent(torch.tensor([3, 9, 1, 9, 0, 4]), 3)
     assert vocabulary.ids.tolist() == [1, 3, 5] and vocabulary.offsets.tolist() == [1, 2, 3]
     assert vocabulary.mask.tolist() == [False, True, False, True, False, True]

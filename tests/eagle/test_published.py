@@ -119,7 +119,7 @@ NEWER: dict[str, dict[str, object]] = {
 """What heads of ``READ`` have that EAGLE-3 as first published does not."""
 
 
-def test_every_file_has_a_verdict_and_stands_in_the_table() -> None:
+def test_every_published_head_has_a_verdict_and_a_table_row() -> None:
     names = {path.stem for path in FOLDER.glob("*.json")}
     assert names == READ.keys() | REFUSED.keys() and not READ.keys() & REFUSED.keys()
     table = (FOLDER / "README.md").read_text()
@@ -130,7 +130,7 @@ def test_every_file_has_a_verdict_and_stands_in_the_table() -> None:
 
 
 @pytest.mark.parametrize("name", READ)
-def test_it_is_read_right(name: str) -> None:
+def test_a_published_eagle_head_is_read(name: str) -> None:
     made = read(name)
     assert draft(made) == READ[name]
     assert made.norm_before_residual == name.startswith("speculators")
@@ -141,7 +141,7 @@ def test_it_is_read_right(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_it_is_refused_with_the_reason(name: str) -> None:
+def test_unsupported_eagle_heads_are_rejected_with_the_reason(name: str) -> None:
     with pytest.raises(CheckpointError, match=REFUSED[name]):
         read(name)
 
@@ -180,14 +180,14 @@ def test_it_is_refused_with_the_reason(name: str) -> None:
         ("eagle3-llama3.1-8b", {"eagle_config": {"target_hidden_size": 8}}, UNKNOWN, "'target_hidden"),
     ],
 )  # fmt: skip
-def test_a_key_that_would_change_the_head_is_refused_by_name(
+def test_eagle_keys_that_change_the_output_are_rejected_by_name(
     name: str, changes: dict[str, object], error: type[PacelineError], said: str
 ) -> None:
     with pytest.raises(error, match=said):
         read(name, **changes)
 
 
-def test_the_mirror_case_is_not_refused() -> None:
+def test_the_mirror_case_is_accepted() -> None:
     """Values that change nothing, and remarks of transformers, are passed over."""
     plain = read("eagle3-llama3.1-8b")
     assert read("eagle3-llama3.1-8b", use_sliding_window=False, sliding_window=4096, is_causal=True) == plain
@@ -195,7 +195,7 @@ def test_the_mirror_case_is_not_refused() -> None:
     assert read("eagle3-llama3.1-8b", num_hidden_layers=40) == plain, "EAGLE3-Vicuna1.3-13B says so, and has one layer"
 
 
-def test_what_is_fed_back_is_said_where_trainers_differ(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_state_fed_back_is_logged_where_trainers_differ(caplog: pytest.LogCaptureFixture) -> None:
     """In flat files; before its pull request 879, SpecForge trained with another meaning than readers have."""
     read("speculators-mistral-123b-eagle3.1")
     assert "norm_output" not in caplog.text
@@ -205,7 +205,7 @@ def test_what_is_fed_back_is_said_where_trainers_differ(caplog: pytest.LogCaptur
 
 
 @pytest.mark.parametrize("key", ["mask_token_id", "ptd_token_id", "pard_token"])
-def test_a_p_eagle_head_is_read_with_the_id_of_unknown_tokens(key: str) -> None:
+def test_a_p_eagle_head_is_read_with_its_mask_id(key: str) -> None:
     made = read("specforge-qwen3-8b-peagle", **{key: 151669, "parallel_drafting": True})
     assert draft(made) == (3, (2, 18, 33), 32000, (32, 8, 128), 1e6, 40960)
     assert (made.mask_token, made.num_layers, made.qk_norm) == (151669, 4, False)
@@ -245,10 +245,10 @@ def test_ids_that_begin_with_1_are_outputs_of_layers(caplog: pytest.LogCaptureFi
         ("specforge-qwen3-30b-eagle3.1", 3, "eagle"),
     ],
 )
-def test_with_weights_of_these_names(
+def test_published_tensor_names_load(
     workshop: Workshop, tmp_path: Path, name: str, version: int, layout: str, prefix: str
 ) -> None:
-    """The same configuration with the sizes of the tiny target, beside random weights."""
+    """The same configuration with the sizes of the tiny target, with random weights."""
     target = replace(workshop.decoder(slots=1).config, num_layers=8)
     made = random_head(tiny_config(target, version, layers=(2, 4, 5) if version == 3 else (), **NEWER.get(name, {})))
     sizes = formats.written(made.config, "eagle")

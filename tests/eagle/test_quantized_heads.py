@@ -42,13 +42,13 @@ def matrix_of(head: EagleHead, name: str) -> object:
 
 
 def formats(head: EagleHead) -> list[WeightFormat | None]:
-    """Of its matrices, the output layer last."""
+    """Formats of its matrices, the output layer last."""
     found = [matrix_of(head, name) for name in OWN]
     return [one.format if isinstance(one, PackedMatrix) else None for one in found]
 
 
 @pytest.mark.parametrize("form", [None, *WeightFormat])
-def test_a_head_is_int8_over_integers_and_blocks(folder: Path, tmp_path: Path, form: WeightFormat | None) -> None:
+def test_a_head_is_int8_for_integer_and_block_targets(folder: Path, tmp_path: Path, form: WeightFormat | None) -> None:
     target = load(folder, quantization=None if form is None else form.value)
     own = WeightFormat.INT8 if form is not None and "fp8" not in form.value else None
     three, one = (heads.drafter(tmp_path / str(v), target, v, Chain(2)).head for v in (3, 1))
@@ -58,7 +58,7 @@ def test_a_head_is_int8_over_integers_and_blocks(folder: Path, tmp_path: Path, f
     assert key.get("quantization") == (None if own is None else "int8")
 
 
-def test_a_format_is_taken_as_asked(folder: Path, tmp_path: Path) -> None:
+def test_a_requested_head_format_is_used(folder: Path, tmp_path: Path) -> None:
     checkpoint.save(tmp_path, heads.random_head(heads.config(load(folder).config, 3)))
     for quantization, asked, wanted in (
         ("int8", "amp", None),
@@ -74,7 +74,7 @@ def test_a_format_is_taken_as_asked(folder: Path, tmp_path: Path) -> None:
         EagleDrafter.from_pretrained(tmp_path, target, Chain(2), quantization="int3")
 
 
-def test_its_matrices_are_those_of_the_file_quantised(folder: Path, tmp_path: Path) -> None:
+def test_head_matrices_equal_the_quantised_file(folder: Path, tmp_path: Path) -> None:
     target = load(folder, quantization="int8", amp="f32")
     made = heads.random_head(heads.config(target.config, 3))
     checkpoint.save(tmp_path, made)

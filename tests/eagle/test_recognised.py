@@ -24,13 +24,13 @@ def target(workshop: Workshop) -> ModelConfig:
     ("folder", "medusa", "eagle"),
     [("target", False, False), ("draft", False, False), ("medusa", True, False), ("eagle3", False, True)],
 )
-def test_shipped_folders(folder: str, medusa: bool, eagle: bool) -> None:
+def test_shipped_head_folders_are_recognised(folder: str, medusa: bool, eagle: bool) -> None:
     fields = json.loads((FOLDER / folder / "config.json").read_text())
     assert (is_medusa_config(fields), is_eagle_config(fields)) == (medusa, eagle)
 
 
 @pytest.mark.parametrize("layout", ["eagle", "nxd", "speculators"])
 @pytest.mark.parametrize("version", [1, 3])
-def test_heads_in_other_layouts(target: ModelConfig, layout: str, version: int) -> None:
+def test_heads_in_other_layouts_are_recognised(target: ModelConfig, layout: str, version: int) -> None:
     fields = formats.written(config(target, version), layout)
     assert is_eagle_config(fields) and not is_medusa_config(fields)

@@ -39,7 +39,7 @@ SAMPLINGS: list[dict[str, object]] = [
         *((one, PARALLEL) for one in GROWTHS[:2]),
     ],
 )
-def test_fused_or_not_the_same_is_drafted(
+def test_fused_and_separate_graphs_draft_the_same(
     workshop: Workshop, tmp_path: Path, draft_tree: DraftTree, changes: dict[str, object]
 ) -> None:
     """And the tokens are those of plain decoding; fused, tests/contract sees to that."""
@@ -55,7 +55,7 @@ def test_fused_or_not_the_same_is_drafted(
 
 
 def test_a_p_eagle_head_drafts_chains_of_any_rule_and_no_dynamic_trees(workshop: Workshop, tmp_path: Path) -> None:
-    """Sampled from its own probabilities too, at one position as at another; alone and among three."""
+    """Sampled from its probabilities too, at one position as at another; one request and three."""
     for slots in (1, 4):
         target = workshop.decoder(slots=slots)
         made = drafter(tmp_path, target, 3, Chain(3, drawn=True), **PARALLEL)
@@ -88,7 +88,7 @@ def test_vocabularies_of_every_size_draft_ids_of_the_target(workshop: Workshop, 
     assert seen and seen <= set(made.head.ids.tolist())
 
 
-def test_rounds_that_asked_nothing_are_read_before_the_next_proposal(workshop: Workshop, tmp_path: Path) -> None:
+def test_rounds_without_drafts_are_read_before_the_next_proposal(workshop: Workshop, tmp_path: Path) -> None:
     """A head that was only observed for a while drafts as one that was asked all the time."""
     target = workshop.decoder(slots=1)
     made, other = (drafter(tmp_path, target, 3, Chain(3)) for _ in range(2))
@@ -126,7 +126,7 @@ def test_rounds_that_asked_nothing_are_read_before_the_next_proposal(workshop: W
     assert len(asked) > 5
 
 
-def test_where_depths_change_the_cache_is_that_of_one_pass(
+def test_the_cache_equals_one_pass_while_draft_lengths_change(
     workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rungs of a ladder share a head and what it has not read yet: depth 0 for a while leaves no gap."""
@@ -152,7 +152,7 @@ def test_where_depths_change_the_cache_is_that_of_one_pass(
 
 
 @pytest.mark.parametrize("version", [1, 3])
-def test_the_law_of_a_drawn_chain_is_what_it_was_drawn_from(
+def test_draft_probs_of_a_sampled_chain_are_its_distribution(
     workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int
 ) -> None:
     """Over the target's whole vocabulary, with nothing for ids that cannot be drafted; each slot as it samples."""
@@ -197,7 +197,7 @@ def test_a_round_is_one_graph(workshop: Workshop, tmp_path: Path) -> None:
         assert all(key.is_prompt or key.kind == "read" for key in calls if key not in rounds)
 
 
-def test_drawn_chains_go_with_reject_and_drawn_trees_are_refused(workshop: Workshop, tmp_path: Path) -> None:
+def test_sampled_chains_work_with_reject_and_sampled_trees_are_rejected(workshop: Workshop, tmp_path: Path) -> None:
     target = workshop.decoder(slots=4)
     chain = drafter(tmp_path, target, 3, Chain(3, drawn=True))
     generator = SpeculativeGenerator(chain, target, acceptor="reject")
@@ -210,12 +210,12 @@ def test_drawn_chains_go_with_reject_and_drawn_trees_are_refused(workshop: Works
             SpeculativeGenerator(tree, target, acceptor="reject").sample(PROMPTS[:1], max_new_tokens=4)
 
 
-def test_the_drafter_is_one_that_can_share_a_graph(workshop: Workshop, tmp_path: Path) -> None:
+def test_the_eagle_drafter_can_be_fused(workshop: Workshop, tmp_path: Path) -> None:
     made = drafter(tmp_path, workshop.decoder(slots=1), 1, Chain(2))
     assert isinstance(made, Drafter) and isinstance(made, TraceableDrafter)
 
 
-def test_graphs_that_read_a_text_are_those_of_every_growth(workshop: Workshop, tmp_path: Path) -> None:
+def test_prefill_graphs_are_shared_by_every_growth(workshop: Workshop, tmp_path: Path) -> None:
     target = fresh(workshop.checkpoint())
     for draft_tree in (Chain(2), DynamicTree(8, depth=3, width=3)):
         drafter(tmp_path, target, 3, draft_tree).add_request(0, PROMPTS[0], torch.zeros(len(PROMPTS[0]), 96))
@@ -246,13 +246,13 @@ def test_two_heads_of_one_shape_keep_their_graphs_apart(workshop: Workshop, tmp_
         (lambda: StaticTree((0, -1)), "parent"),
     ],
 )
-def test_impossible_growths_are_refused(make: object, part: str) -> None:
+def test_impossible_growths_are_rejected(make: object, part: str) -> None:
     with pytest.raises(ConfigurationError, match=part):
         make()  # type: ignore[operator]
 
 
-def test_a_tree_that_would_grow_out_of_the_cache_is_refused(workshop: Workshop, tmp_path: Path) -> None:
-    """DynamicTree(20, depth=18, width=10) keeps 20 nodes and expands 171; the cache has 128 rows behind its text."""
+def test_a_tree_larger_than_the_cache_is_rejected(workshop: Workshop, tmp_path: Path) -> None:
+    """DynamicTree(20, depth=18, width=10) keeps 20 nodes and expands 171; the cache has 128 rows after its text."""
     target = workshop.decoder(slots=1)
     room = target.options.rows - target.n_positions
     made = drafter(tmp_path, target, 3, DynamicTree(20, depth=1 + room // 10, width=10))

@@ -30,7 +30,7 @@ def prompts() -> list[list[int]]:
     [(Chain(3), {}), (DynamicTree(8, depth=4, width=3), {"do_sample": True, "temperature": 1.0, "seed": 2})],
     ids=["chain, greedy", "grown tree, sampled"],
 )
-def test_it_changes_no_token_and_drafts_well(
+def test_the_shipped_eagle_head_changes_no_token_and_drafts_well(
     target: SamplingDecoder, prompts: list[list[int]], draft_tree: DraftTree, setting: Setting
 ) -> None:
     """Published, greedily: 2.47 tokens a round in chains of 3, 2.92 with this tree; damaged heads give about 1."""
@@ -40,6 +40,6 @@ def test_it_changes_no_token_and_drafts_well(
     assert result.statistics.tau > 1.3
 
 
-def test_its_acceptance_falls_with_the_depth() -> None:
+def test_acceptance_of_the_shipped_head_falls_with_depth() -> None:
     shares = json.loads((HEAD / "acceptance.json").read_text())["greedy chains"]
     assert len(shares) == 5 and shares == sorted(shares, reverse=True) and shares[-1] > 0 and shares[0] < 1

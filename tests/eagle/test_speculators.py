@@ -102,7 +102,7 @@ def written(target: SamplingDecoder, case: Case, folder: Path, *, seed: int = 1)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_head_of_speculators_is_computed_as_they_compute_it(workshop: Workshop, tmp_path: Path, name: str) -> None:
+def test_a_speculators_head_equals_its_own_forward(workshop: Workshop, tmp_path: Path, name: str) -> None:
     """Every step after a text of every length, and the drafts accepted in every round."""
     target = workshop.decoder(slots=1)
     found = written(target, CASES[name], tmp_path)

@@ -29,7 +29,7 @@ from tests.eagle.heads import NEWER, PARALLEL
 from tests.eagle.lessons import LAYERS, SHORT, output, parts, stream
 
 
-def test_states_are_those_a_decoder_hands_out(workshop: Workshop) -> None:
+def test_training_states_equal_a_decoders(workshop: Workshop) -> None:
     target = workshop.decoder(slots=1)
     text = list(range(3, 19))
     found = FrozenTarget(workshop.checkpoint(), LAYERS).read(torch.tensor([text]))
@@ -40,7 +40,7 @@ def test_states_are_those_a_decoder_hands_out(workshop: Workshop) -> None:
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "tpu", "mps"])
-def test_a_device_that_is_not_there_is_refused(device: str) -> None:
+def test_a_missing_device_is_rejected(device: str) -> None:
     with pytest.raises(ConfigurationError, match=device):
         EagleTraining(tokens=1, device=device)
 
@@ -56,7 +56,7 @@ def test_a_device_that_is_not_there_is_refused(device: str) -> None:
         (3, 3, PARALLEL, {"loss": "nla"}),
     ],
 )
-def test_a_head_learns(
+def test_training_raises_acceptance(
     workshop: Workshop,
     tmp_path: Path,
     version: int,
@@ -88,7 +88,7 @@ def test_a_head_learns(
     assert logged[-1]["greedy chains"] == [round(share, 4) for share in shares], "how it grew is in the log"
 
 
-def test_a_stopped_run_ends_where_an_undisturbed_one_does(workshop: Workshop, tmp_path: Path) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(workshop: Workshop, tmp_path: Path) -> None:
     ends = []
     for name, minutes in (("whole", None), ("stopped", 0.0)):  # 0: one step and no more
         done, runs = False, 0
@@ -105,7 +105,7 @@ def test_a_stopped_run_ends_where_an_undisturbed_one_does(workshop: Workshop, tm
     assert all(torch.equal(ends[0][1][name], value) for name, value in ends[1][1].items())
 
 
-def test_a_run_with_other_options_is_refused(workshop: Workshop, tmp_path: Path) -> None:
+def test_resuming_with_other_options_is_rejected(workshop: Workshop, tmp_path: Path) -> None:
     frozen, corpus, network, vocabulary = parts(workshop, tmp_path, 3)
     options = EagleTraining(tokens=24 * 8, ttt_steps=1, batch_size=8)
     EagleTrainer(network, corpus, options, head=output(frozen), vocabulary=vocabulary, folder=tmp_path).run(
@@ -128,7 +128,7 @@ def test_a_run_with_other_options_is_refused(workshop: Workshop, tmp_path: Path)
     EagleTrainer(network, corpus, options, head=output(frozen), vocabulary=vocabulary, folder=tmp_path)
 
 
-def test_a_run_that_is_broken_off_is_gone_on_with(workshop: Workshop, tmp_path: Path) -> None:
+def test_an_interrupted_run_resumes(workshop: Workshop, tmp_path: Path) -> None:
     """Between two steps the last one is kept; in the middle of a change nothing is."""
     frozen, corpus, network, vocabulary = parts(workshop, tmp_path, 3)
     options = EagleTraining(tokens=24 * 8 * 3, ttt_steps=1, batch_size=8)
@@ -151,8 +151,8 @@ def test_a_run_that_is_broken_off_is_gone_on_with(workshop: Workshop, tmp_path: 
     assert not all(torch.equal(state["weights"][name], x) for name, x in network.state_dict().items())
 
 
-def test_what_is_measured_is_not_trained_on(workshop: Workshop, tmp_path: Path) -> None:
-    """Of 96 texts all were in reach of training, and half of what was measured was among them."""
+def test_evaluation_texts_are_not_trained_on(workshop: Workshop, tmp_path: Path) -> None:
+    """All of 96 texts were within reach of training, and half of the evaluation texts were among them."""
     frozen = FrozenTarget(workshop.checkpoint(), LAYERS)
     texts = np.arange(96)[:, None] * np.ones(24, dtype=int)  # text i is i, over and over: as many as there are ids
     corpus = FeatureCache(frozen, texts.flatten(), replace(SHORT, eval_samples=32), folder=tmp_path)
@@ -165,7 +165,7 @@ def test_what_is_measured_is_not_trained_on(workshop: Workshop, tmp_path: Path) 
         EagleTraining(tokens=100, batch_size=48)
 
 
-def test_what_a_target_cannot_have_is_refused_before_it_is_run(workshop: Workshop) -> None:
+def test_options_the_target_cannot_have_are_rejected_before_it_runs(workshop: Workshop) -> None:
     """Streams beyond its layers made heads that it refused itself; 0 ids meant all of them."""
     sizes = ModelConfig.from_pretrained(workshop.checkpoint())
     train.check(EagleHeadOptions(version=3, layers=LAYERS, draft_vocab_size=60), SHORT, sizes)
@@ -196,7 +196,7 @@ def test_what_a_target_cannot_have_is_refused_before_it_is_run(workshop: Worksho
             EagleTraining(tokens=1, **wrong)  # type: ignore[arg-type]
 
 
-def test_a_run_that_diverges_is_no_result(workshop: Workshop, tmp_path: Path) -> None:
+def test_a_diverging_run_writes_no_result(workshop: Workshop, tmp_path: Path) -> None:
     frozen, corpus, network, vocabulary = parts(workshop, tmp_path, 3)
     network.fc.weight.data.fill_(torch.nan)
     options = EagleTraining(tokens=24 * 8, ttt_steps=1, batch_size=8)
@@ -295,7 +295,7 @@ def test_a_p_eagle_head_is_trained_written_and_drafts(workshop: Workshop, tmp_pa
         EagleTraining(tokens=1, loss="kl")
 
 
-def test_a_trained_head_is_trained_on(workshop: Workshop, tmp_path: Path) -> None:
+def test_a_trained_head_continues_training(workshop: Workshop, tmp_path: Path) -> None:
     """Its layers, its ids and what it has learned stay: steps of no size leave its weights as they were."""
 
     def run(name: str, head: EagleHeadOptions, rate: float) -> dict[str, torch.Tensor]:

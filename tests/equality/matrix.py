@@ -1,7 +1,8 @@
-"""What the equality matrix is made of: a row for each drafter, a column for each thing that must change no token.
+"""Rows and columns of the equality matrix: a row for each drafter, a column for each thing that must change no
+token.
 
 A new drafter is a line in `tests.contract.drafters.ROWS`, a new value one line below. Which values meet in a case is
-chosen by `tests.equality.pairwise`. No tests in here.
+chosen by `tests.equality.pairwise`. Contains no tests.
 """
 
 from __future__ import annotations

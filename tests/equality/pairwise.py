@@ -1,4 +1,4 @@
-"""Cases of which every two values of two columns meet in at least one, chosen by a fixed rule; no tests in here."""
+"""Cases of which every two values of two columns meet in at least one, chosen by a fixed rule; no tests."""
 
 from __future__ import annotations
 

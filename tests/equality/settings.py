@@ -1,4 +1,4 @@
-"""What the tests of token equality share: settings, prompts, processors and drafts that are wrong; no tests in here."""
+"""Shared by the tests of token equality: settings, prompts, processors and drafts that are wrong; no tests."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def pairs(compile_cache: None) -> dict[str, Pair]:
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("amp", ["f32", "bf16"])
-def test_the_pair_gives_the_tokens_of_plain_decoding(
+def test_the_demo_pair_changes_no_token(
     pairs: dict[str, Pair], prompts: list[list[int]], amp: str, setting: str
 ) -> None:
     draft, target = pairs[amp]
@@ -57,7 +57,7 @@ def test_the_pair_gives_the_tokens_of_plain_decoding(
         assert_rolled_back(result)
 
 
-def test_greedy_decoding_is_that_of_hugging_face(pairs: dict[str, Pair], prompts: list[list[int]]) -> None:
+def test_greedy_tokens_equal_hugging_face(pairs: dict[str, Pair], prompts: list[list[int]]) -> None:
     model = LlamaForCausalLM.from_pretrained(FOLDER / "target", dtype=torch.float32)
     expected = []
     for prompt in prompts[:3]:

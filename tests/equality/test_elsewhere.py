@@ -1,4 +1,4 @@
-"""What goes wrong in other implementations of speculative decoding, asked of this one.
+"""Bugs of other implementations of speculative decoding, tested on this one.
 
 Seen in transformers 5.24.0's assisted generation: criteria and stop strings are asked once a block, and a draft model
 is changed for good. In openvino-genai 2026.4.1.0: `min_new_tokens` fails with an end inside a block; and with a draft,
@@ -29,7 +29,7 @@ def pair(acceptor: str = "match", *, slots: int = 1, draft: torch.Tensor = DRAFT
 
 
 @pytest.mark.parametrize("drawn", [False, True])
-def test_a_criterion_is_asked_at_every_token_with_a_draft_that_is_nearly_the_target(drawn: bool) -> None:
+def test_a_criterion_is_called_for_every_token_with_a_near_perfect_draft(drawn: bool) -> None:
     def seen(made: SpeculativeGenerator) -> tuple[list[list[int]], list[int]]:
         texts: list[list[int]] = []
 
@@ -46,8 +46,8 @@ def test_a_criterion_is_asked_at_every_token_with_a_draft_that_is_nearly_the_tar
 
 
 @pytest.mark.parametrize("drawn", [False, True])
-def test_an_end_inside_a_block_is_held_off_by_min_tokens(drawn: bool) -> None:
-    """The draft proposes the end everywhere, also behind the number of tokens that it is held off for."""
+def test_min_tokens_suppresses_an_end_id_inside_a_block(drawn: bool) -> None:
+    """The draft proposes the end everywhere, also after the minimum number of tokens."""
     asked: dict[str, Any] = {"do_sample": drawn, "seed": 2, "max_new_tokens": 20, "eos_token_id": 7, "min_tokens": 6}
     eager = DRAFT.clone()
     eager[..., 7] += 4
@@ -57,7 +57,7 @@ def test_an_end_inside_a_block_is_held_off_by_min_tokens(drawn: bool) -> None:
     assert 7 not in plain[0][2:8]
 
 
-def test_a_draft_is_the_same_afterwards(tmp_path: Path) -> None:
+def test_speculation_leaves_the_draft_model_unchanged(tmp_path: Path) -> None:
     words = {f"w{number}": number for number in range(40)}
     draft, target = (load(saved(network(layers=1), tmp_path / name, words=words)) for name in ("draft", "target"))
     before = {name: value.clone() for name, value in draft.body.named_parameters()}

@@ -1,4 +1,4 @@
-"""What a text does not depend on, beyond the matrix: its batch, its place in the queue, narrower graphs.
+"""Things that change no text, beyond the matrix: its batch, its place in the queue, narrower graphs.
 
 And where equality needs one width of graphs, or is that of a seed alone.
 """
@@ -43,7 +43,7 @@ def test_a_text_does_not_depend_on_the_batch_it_is_in(
         assert texts(run(generator, alone, prompts=[prompt])) == [expected[backend, setting][row]]
 
 
-def test_the_laws_and_the_seeds_give_different_texts(workshop: Workshop, expected: Expected) -> None:
+def test_sampling_settings_and_seeds_give_different_texts(workshop: Workshop, expected: Expected) -> None:
     seen = [expected["eager", setting] for setting in SETTINGS]
     seen += [plain(workshop.decoder(), {**SETTINGS["cool"], "seed": 12})]
     assert all(a != b for i, a in enumerate(seen) for b in seen[:i])
@@ -66,7 +66,7 @@ def test_rounds_without_a_proposal_may_take_a_narrower_graph(
     assert ("verify", 1) in {(key.kind, key.rows) for key, _ in target._steps}
 
 
-def test_more_requests_than_slots_queue(workshop: Workshop) -> None:
+def test_requests_beyond_the_slots_queue(workshop: Workshop) -> None:
     draft, target = workshop.pair()
     prompts = [[i, i + 1, i] for i in range(3, 14)]
     setting = SETTINGS["cool"]
@@ -79,7 +79,7 @@ def test_more_requests_than_slots_queue(workshop: Workshop) -> None:
     assert shuffled == [known[i] for i in order]
 
 
-def test_decoding_to_the_last_position(workshop: Workshop) -> None:
+def test_decoding_reaches_the_last_position(workshop: Workshop) -> None:
     draft, target = workshop.pair()
     known = plain(target, SETTINGS["cool"], new=1000)
     assert {len(text) for text in known} == {target.n_positions}
@@ -98,7 +98,7 @@ def test_a_model_that_drafts_for_itself_is_always_accepted(workshop: Workshop) -
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize(("amp", "k"), [("bf16", 4), ("f16", 1)])
-def test_eager_at_one_width(workshop: Workshop, amp: str, k: int, setting: str) -> None:
+def test_eager_keeps_the_tokens_at_one_width(workshop: Workshop, amp: str, k: int, setting: str) -> None:
     """Near-ties are common in 16 bits. On the native kernels all widths give the same bits: the matrix has them."""
     draft, target = workshop.pair(amp=amp)
     known = plain(target, SETTINGS[setting], width=k + 1)
@@ -106,7 +106,7 @@ def test_eager_at_one_width(workshop: Workshop, amp: str, k: int, setting: str) 
         assert texts(run(SpeculativeGenerator(source, target, k=k), SETTINGS[setting])) == known  # type: ignore[arg-type]
 
 
-def test_native_gives_one_text_at_every_width(workshop: Workshop) -> None:
+def test_native_gives_the_same_text_at_every_width(workshop: Workshop) -> None:
     target = workshop.decoder(backend="native", amp="bf16")
     for setting in SETTINGS.values():
         assert plain(target, setting) == plain(target, setting, width=1) == plain(target, setting, width=5)

@@ -29,7 +29,7 @@ def hugging_face(workshop: Workshop, kind: str = "grouped", **wishes: object) ->
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_model(workshop: Workshop, kind: str) -> None:
+def test_every_model_kind_equals_hugging_face(workshop: Workshop, kind: str) -> None:
     expected = hugging_face(workshop, kind)
     assert len({tuple(text[-NEW:]) for text in expected}) > 1
     target = workshop.decoder(kind=kind)
@@ -39,7 +39,7 @@ def test_every_kind_of_model(workshop: Workshop, kind: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(1, 4))
-def test_other_weights_on_compiled_graphs(workshop: Workshop, seed: int) -> None:
+def test_other_weights_on_compiled_graphs_equal_hugging_face(workshop: Workshop, seed: int) -> None:
     model = LlamaForCausalLM.from_pretrained(workshop.checkpoint("target", seed=seed), dtype=torch.float32)
     target = workshop.decoder(backend="native", seed=seed)
     assert plain(target, {}, new=NEW) == [generated(model, prompt) for prompt in PROMPTS]
@@ -68,7 +68,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_processors(workshop: Workshop, name: str) -> None:
+def test_processors_equal_hugging_face(workshop: Workshop, name: str) -> None:
     theirs, ours, make = CASES[name]
     expected = hugging_face(workshop, eos_token_id=EOS, **{**ours, **theirs})
     assert expected != hugging_face(workshop, eos_token_id=EOS)
@@ -81,7 +81,7 @@ def test_processors(workshop: Workshop, name: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["eager", "native"])
-def test_the_end_of_a_text(workshop: Workshop, backend: str) -> None:
+def test_end_ids_equal_hugging_face(workshop: Workshop, backend: str) -> None:
     draft, target = workshop.pair(backend=backend)
     free = plain(target, {}, new=NEW)
     ends = [free[row][len(PROMPTS[row]) + place] for row, place in ((0, 3), (1, 0), (3, 10))]
@@ -94,7 +94,9 @@ def test_the_end_of_a_text(workshop: Workshop, backend: str) -> None:
         assert result.finish_reasons == reasons
 
 
-def test_the_end_that_the_checkpoint_names(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_the_checkpoints_end_ids_equal_hugging_face(
+    workshop: Workshop, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     from tests.decoder.tiny import fresh, network
 
     model = network()

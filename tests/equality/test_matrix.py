@@ -1,4 +1,4 @@
-"""The headline property: with one seed, whoever drafts and whatever is asked, the tokens are those of plain decoding.
+"""The headline property: with one seed, every drafter and option gives the tokens of plain decoding.
 
 Rows and columns are in `tests.equality.matrix`; `tests.equality.pairwise` chooses cases in which any two values meet.
 """
@@ -53,7 +53,7 @@ def loading(case: Case) -> dict[str, Any]:
 
 
 def asked(case: Case) -> dict[str, Any]:
-    """What is asked of both."""
+    """Arguments of both calls."""
     return {
         **matrix.SAMPLINGS[case["sampling"]],
         **matrix.FEATURES[case["feature"]],
@@ -85,7 +85,7 @@ def _plain(workshop: Workshop, values: tuple[str, ...]) -> GenerationResult:
 
 
 @pytest.mark.parametrize("case", CASES, ids=name)
-def test_the_tokens_are_those_of_plain_decoding(
+def test_every_combination_gives_the_tokens_of_plain_decoding(
     case: Case, workshop: Workshop, tmp_path: Path, ranks: list[SamplingDecoder]
 ) -> None:
     wanted, row = plain(workshop, case), matrix.row_of(case["drafter"])
@@ -118,13 +118,13 @@ def check_scores(found: GenerationResult, wanted: GenerationResult) -> None:
         assert row == pytest.approx(other, abs=1e-3)
 
 
-def test_any_two_values_that_may_meet_do() -> None:
+def test_every_allowed_pair_of_values_is_tested() -> None:
     met = {frozenset(two) for case in CASES for two in combinations(case.items(), 2)}
     assert met == set(pairs(matrix.COLUMNS, matrix.excluded))
 
 
 @pytest.mark.parametrize("family", matrix.FAMILIES)
-def test_the_backends_agree(workshop: Workshop, family: str) -> None:
+def test_backends_give_the_same_tokens(workshop: Workshop, family: str) -> None:
     for sampling in ("greedy", "cool", "hot and cut"):
         case = FIRST | {"family": family, "weights": "f32", "sampling": sampling}
         one, other = (plain(workshop, case | {"backend": backend}) for backend in ("eager", "native"))

@@ -15,7 +15,7 @@ ONE = PROMPTS[:1]
 
 
 @pytest.mark.parametrize(("k", "setting"), list(zip([1, 2, 8], SETTINGS, strict=True)))
-def test_a_processor_with_a_memory(workshop: Workshop, k: int, setting: str) -> None:
+def test_a_stateful_processor_gives_the_same_tokens(workshop: Workshop, k: int, setting: str) -> None:
     target, make = workshop.decoder(), PROCESSORS["both and one with a memory"]
     asked: Setting = {**SETTINGS[setting], **make()}
     known = plain(target, asked, prompts=ONE)
@@ -38,7 +38,7 @@ def test_a_processor_is_called_once_for_every_token_and_never_on_a_rejected_text
 
 
 @pytest.mark.parametrize(("by", "setting"), list(zip(["id", "string", "criterion"], SETTINGS, strict=True)))
-def test_nothing_is_seen_behind_the_end_of_a_text(workshop: Workshop, by: str, setting: str) -> None:
+def test_processors_see_nothing_after_the_end_of_a_text(workshop: Workshop, by: str, setting: str) -> None:
     """Two texts, one after the other, and one processor that remembers what it saw of both."""
     target, prompts = workshop.decoder(slots=1), PROMPTS[:2]
     known = plain(target, {**SETTINGS[setting], "logits_processor": [Growing()]}, prompts=prompts)
@@ -81,7 +81,7 @@ class Spelled:
         return "".join(f"<{token}>" for token in token_ids)
 
 
-def test_a_list_of_processors_is_one_processor_after_the_other(workshop: Workshop) -> None:
+def test_a_list_of_processors_is_applied_in_order(workshop: Workshop) -> None:
     target = workshop.decoder()
     together = LogitsProcessorList([Growing()])
     known = plain(target, {"logits_processor": [Growing()]}, prompts=ONE)

@@ -30,7 +30,7 @@ def runs(compile_cache: None) -> Runs:
 
 
 @pytest.mark.parametrize(("kind", "temperature"), [("call", 0.0), ("person", 1.0), ("expression", 1.0)])
-def test_every_drafter_writes_what_plain_decoding_does(
+def test_every_drafter_gives_the_structured_output_of_plain_decoding(
     runs: Runs, monkeypatch: pytest.MonkeyPatch, kind: str, temperature: float
 ) -> None:
     monkeypatch.setattr(structured, "BLOCK", ROWS)
@@ -45,7 +45,7 @@ def test_every_drafter_writes_what_plain_decoding_does(
     assert summary([block])["valid"] == counts["valid"]
 
 
-def test_what_is_not_valid_is_found() -> None:
+def test_the_validity_check_finds_invalid_outputs() -> None:
     assert valid("flags", "[true, false]") and valid("expression", "ab_1")
     wrong = [("flags", "[true]"), ("flags", "[1, 2]"), ("call", "{}"), ("call", "{"), ("expression", "ab_1 ")]
     assert not any(valid(kind, text) for kind, text in wrong)

@@ -1,4 +1,4 @@
-"""Small experiments for the tests: a tiny pair with a tokenizer, eager; no tests in here."""
+"""Small experiments for the tests: a tiny pair with a tokenizer, eager; no tests."""
 
 from __future__ import annotations
 

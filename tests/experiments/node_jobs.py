@@ -1,4 +1,4 @@
-"""What the tests of jobs on a cluster ask workers for. It imports little, since every worker imports it; no tests."""
+"""Jobs for workers of a cluster in tests. Imports little, since every worker imports it; no tests."""
 
 from __future__ import annotations
 

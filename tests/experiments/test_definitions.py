@@ -36,7 +36,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 
 @given(DRAFTS, st.integers(0, 9))
 @settings(max_examples=60)
-def test_identities(drafts: list[Draft], undrafted: int) -> None:
+def test_acceptance_identities_hold(drafts: list[Draft], undrafted: int) -> None:
     accepted = sum(draft.accepted for draft in drafts)
     rounds = len(drafts) + undrafted
     figures = Acceptance(tuple(drafts), rounds, 1 + rounds + accepted)
@@ -55,7 +55,7 @@ def test_identities(drafts: list[Draft], undrafted: int) -> None:
             assert position.unconditional == position.of_drafted == pytest.approx(product)
 
 
-def test_pooled_is_of_all_drafts_and_no_mean_of_means() -> None:
+def test_pooled_rates_count_all_drafts() -> None:
     short, long = Acceptance((Draft(2, 2),), 1, 4), Acceptance((Draft(2, 0),) * 3, 3, 4)
     pooled = Acceptance.pooled([short, long])
     assert pooled.mean_acceptance_length == 1 + 2 / 4
@@ -63,7 +63,7 @@ def test_pooled_is_of_all_drafts_and_no_mean_of_means() -> None:
 
 
 @pytest.mark.parametrize("name", ["ngram", "model", "model, in doubt", "EAGLE 3 dynamic tree", "none"])
-def test_same_figures_as_the_statistics_of_a_call(name: str, workshop: Workshop, tmp_path: Path) -> None:
+def test_figures_equal_the_statistics_of_a_call(name: str, workshop: Workshop, tmp_path: Path) -> None:
     """Drafts that are too long for what is left of a text, and texts that end inside of a draft, included."""
     with ExitStack() as stack:
         row = ROWS[name]
@@ -84,7 +84,7 @@ def test_same_figures_as_the_statistics_of_a_call(name: str, workshop: Workshop,
         assert name == "none" or Acceptance.pooled(parts).num_drafts
 
 
-def test_a_run_a_servers_metrics_and_aiperfs_records_say_the_same(workshop: Workshop, tmp_path: Path) -> None:
+def test_a_run_server_metrics_and_aiperf_records_agree(workshop: Workshop, tmp_path: Path) -> None:
     """The same requests, counted from their outputs, by the engine of a server for Prometheus, and as records."""
     prompts, params = ((5, 9, 5, 9, 5), (7, 7, 8, 7, 7), (3, 4)), SamplingParams(max_new_tokens=23, seed=[1, 2, 3])
     keys = {

@@ -1,4 +1,6 @@
-"""Cells on a cluster: each on cores of its own, one that fails or loses its worker or node alone, and found again."""
+"""Cells on a cluster: each on separate cores; one that fails or loses its worker or node fails without the others, and
+is found again.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("nothing_left")]
 
 
 @pytest.mark.full
-def test_a_lost_node_or_worker_costs_a_job_alone(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_lost_node_or_worker_fails_only_its_job(cluster: Cluster, tmp_path: Path) -> None:
     """Two cores on one node and one on another, which goes: what ran there is done elsewhere, and the others go on."""
     ours = ray.get_runtime_context().get_node_id()
     others = placement_group([{"neuron_cores": float(CORES - 2)}])

@@ -1,4 +1,6 @@
-"""Traces of an experiment: all texts at the same time, a file after every drafter, and what has changed alone again."""
+"""Traces of an experiment: all texts at the same time, a file after every drafter, and only changed ones recorded
+again.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,7 @@ def perturb(folder: Path) -> None:
     save_file({name: value.flip(0).contiguous() for name, value in load_file(file).items()}, file)
 
 
-def test_what_is_missing_or_has_changed_is_recorded_alone(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_missing_or_changed_traces_are_recorded(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, out = traced(home), home / "out"
     clock: Iterator[float] = iter([0.0, 2.0])
     with monkeypatch.context() as patch:
@@ -81,8 +83,8 @@ def test_what_is_missing_or_has_changed_is_recorded_alone(home: Path, monkeypatc
     assert not list((out / "cells").iterdir()), "no cell was run"
 
 
-def test_texts_do_not_depend_on_how_many_are_recorded_at_a_time(home: Path) -> None:
-    """5 texts, one at a time, and in groups of 2 of which the last is alone. They end at different places."""
+def test_recorded_texts_do_not_depend_on_the_batch_size(home: Path) -> None:
+    """5 texts, one at a time, and in groups of 2 with a single last one. They end at different places."""
     found = []
     for size in (1, 2):
         (path,), _ = record(traced(home, ("draft",), batch_sizes=size), home / str(size))
@@ -102,7 +104,7 @@ def test_a_trace_of_an_older_version_is_recorded_again(home: Path, monkeypatch: 
     assert len(load_trace(path).drafters) == 1
 
 
-def test_a_trace_of_another_experiment_is_refused_by_name(home: Path) -> None:
+def test_a_trace_of_another_experiment_is_rejected_by_name(home: Path) -> None:
     few = save_prompts(home / "few.jsonl", 2)
     config = traced(home, ("draft",), prompt_sets=[str(home / "prompts.jsonl"), str(few)])
     policy = Policy(("draft",), 2)
@@ -120,7 +122,7 @@ def test_a_trace_of_another_experiment_is_refused_by_name(home: Path) -> None:
             verifying(config, replace(short, **wrong), policy, batch_size=1)  # type: ignore[arg-type]
 
 
-def test_a_drafter_that_cannot_be_recorded_leaves_the_texts(home: Path) -> None:
+def test_a_drafter_that_fails_to_record_keeps_the_texts(home: Path) -> None:
     """And the report of the cells is written, in which it failed too."""
     file, out = home / "exp.yaml", home / "out"
     drafters = [{"name": "far", "draft": str(home / "draft"), "k": 500}]
@@ -133,7 +135,7 @@ def test_a_drafter_that_cannot_be_recorded_leaves_the_texts(home: Path) -> None:
     assert ask(load_trace(path), Policy(("suffix",), 3)).acceptance.num_rounds > 0
 
 
-def test_regret_of_a_choice(home: Path) -> None:
+def test_regret_of_a_choice_is_reported(home: Path) -> None:
     perturb(home / "other")
     (path,), _ = record(traced(home), home / "out")
     whole = load_trace(path)
@@ -153,7 +155,7 @@ def test_regret_of_a_choice(home: Path) -> None:
     assert alone.exit_code == 2 and "at least two" in alone.stderr
 
 
-def test_the_study_asks_a_trace_and_shows_it(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_study_figures_come_from_the_trace(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From a folder as scripts/study leaves it to every table of docs/study.md."""
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     import study_figures

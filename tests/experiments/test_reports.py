@@ -40,7 +40,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home / "out"
 
 
-def test_the_page_needs_nothing_from_anywhere(done: Path) -> None:
+def test_the_report_page_loads_nothing_external(done: Path) -> None:
     page, text = (done / "report.html").read_text(), (done / "report.md").read_text()
     assert not re.search(r"(?:src|href)=\"(?!#)", page) and "<script" not in page and "@import" not in page
     for heading in (
@@ -57,7 +57,7 @@ def test_the_page_needs_nothing_from_anywhere(done: Path) -> None:
     assert page.count("<svg") == 8 and "| drafter |" in text and "Mean acceptance length by category" in text
 
 
-def test_what_if_says_what_the_run_counted(done: Path) -> None:
+def test_what_if_equals_the_counts_of_the_run(done: Path) -> None:
     (trace,) = (done / "traces").glob("*.trace")
     found = json.loads(call("experiment", "whatif", trace, "--drafter", "model", "--k", "1,3", "--json").stdout)
     lines = [json.loads(line) for line in (done / "results.jsonl").read_text().splitlines()]
@@ -81,8 +81,8 @@ def test_what_if_says_what_the_run_counted(done: Path) -> None:
     assert refused.exit_code == 2 and "record one with this model" in refused.stderr
 
 
-def test_rounds_of_groups_are_those_of_the_run(done: Path) -> None:
-    """Of two prompts that run together the faster one waits; in one call with all, the next would begin."""
+def test_group_rounds_equal_those_of_the_run(done: Path) -> None:
+    """The faster of two prompts that run together waits; in one call with all, the next would begin."""
     (file,) = (done / "traces").glob("*.trace")
     trace, seen = load_trace(file), set[bool]()
     policies = {"suffix": Policy(("suffix",), 2), "one, then the other": Policy(("suffix", "model"), 2)}
@@ -102,7 +102,7 @@ def test_rounds_of_groups_are_those_of_the_run(done: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", ["spec-bench", "aiperf", "vllm"])
-def test_exports(done: Path, tmp_path: Path, layout: str) -> None:
+def test_exports_have_the_rows_of_the_run(done: Path, tmp_path: Path, layout: str) -> None:
     assert call("experiment", "export", done, layout, "--out", tmp_path).exit_code == 0
     files = sorted(tmp_path.iterdir())
     assert len(files) == 10
@@ -121,7 +121,7 @@ def test_exports(done: Path, tmp_path: Path, layout: str) -> None:
         assert figures.mean_acceptance_length == pytest.approx(record["mean_acceptance_length"])
 
 
-def test_records_of_vllm(tmp_path: Path) -> None:
+def test_vllm_records_are_read(tmp_path: Path) -> None:
     file = tmp_path / "responses.jsonl"
     steps: dict[str, Any] = {"per_step_accepted": [2, 0, 0], "per_step_drafted": [3, 3, 0]}
     row = {"id": "a", "usage": {"completion_tokens": 6}, "metrics": {"speculative_decoding": steps}}
@@ -159,7 +159,7 @@ def rows(values: list[float]) -> list[dict[str, Any]]:
     return [{"prompt": str(i), "seconds": 1.0, "new_tokens": v} for i, v in enumerate(values)]
 
 
-def test_a_paired_test_sees_a_difference_and_no_other() -> None:
+def test_a_paired_test_detects_only_real_differences() -> None:
     a = rows([10.0, 20, 30, 40, 50, 60, 70, 80])
     better = rows([11.0, 21, 31, 41, 51, 61, 71, 81])
     seen = compare_rows(a, better, "tokens_per_second")
@@ -170,7 +170,7 @@ def test_a_paired_test_sees_a_difference_and_no_other() -> None:
         compare_rows(a, [{"prompt": "x"}], "seconds")
 
 
-def test_prompts_that_ran_together_are_one_unit_of_times() -> None:
+def test_prompts_of_one_batch_are_one_unit_of_timing() -> None:
     """Their seconds are the same, so that more of them are no more evidence."""
     many = [{**row, "group": index // 2, "num_drafts": index} for index, row in enumerate(rows([10.0] * 8))]
     faster = [{**row, "seconds": 0.5, "num_drafts": row["num_drafts"] + 1} for row in many]
@@ -181,14 +181,14 @@ def test_prompts_that_ran_together_are_one_unit_of_times() -> None:
     assert counts.units == 8 and counts.p_value == pytest.approx(2 / 2**8)
 
 
-def test_intervals_hold_their_figure() -> None:
+def test_intervals_contain_their_figure() -> None:
     one = ratio_interval([1.0, 2, 3, 4], [1.0, 1, 1, 1])
     assert one.low < one.value == 2.5 < one.high
     assert length_interval([{"num_accepted_tokens": 0, "num_drafts": 0}]).value == 1.0
     assert CellResult("k", {}).error is None
 
 
-def test_compare(done: Path) -> None:
+def test_compare_reports_differences_of_two_runs(done: Path) -> None:
     same = json.loads(call("experiment", "compare", done, done, "--json").stdout)
     assert len(same) == 10 and all(one["difference"] == 0 and one["p_value"] == 1 for one in same)
     assert call("experiment", "compare", done, done, "--figure", "beauty").exit_code == 2
@@ -262,7 +262,7 @@ def test_a_plan_of_speed_is_made_of_measured_times_and_run(done: Path) -> None:
         Policy(()),
     ],
 )
-def test_models_files_of_all_kinds(done: Path, tmp_path: Path, policy: Policy) -> None:
+def test_models_files_of_every_drafter_are_written(done: Path, tmp_path: Path, policy: Policy) -> None:
     config, file = read_config(done), tmp_path / "tuned.yaml"
     file.write_text(models_file(config, policy, next(cells(config))))
     (model,) = read_models(file)

@@ -15,7 +15,7 @@ from paceline.experiments.trace import Trace
 from tests.docs.pages import ROOT
 
 
-def test_between_and_beyond_measured_ones_are_lines() -> None:
+def test_round_times_are_interpolated_and_extrapolated_linearly() -> None:
     times = RoundTimes({("it", 1, 1): 1.0, ("it", 3, 1): 2.0, ("it", 1, 2): 1.5, ("it", 3, 2): 2.5})
     assert times.seconds("it", 2, 1) == 1.5 and times.seconds("it", 4, 2) == 3.0 and times.seconds("it", 1, 3) == 2.0
     uneven = RoundTimes({("it", 1, 1): 1.0, ("it", 2, 1): 1.0, ("it", 8, 1): 4.0})
@@ -30,7 +30,7 @@ def test_a_single_depth_makes_a_line_with_plain_decoding() -> None:
     assert (beside.seconds("it", 8, 1), beside.seconds("it", 4, 1), beside.seconds("it", 2, 1)) == (3.0, 2.0, 1.5)
 
 
-def test_a_single_batch_size_says_nothing_about_another() -> None:
+def test_one_batch_size_does_not_predict_another() -> None:
     times = RoundTimes({("it", 4, 1): 2.0, ("none", 0, 1): 1.0})
     for drafter, k in (("it", 4), ("none", 0)):
         with pytest.raises(ConfigurationError, match=r"only at batch size 1.*batch_sizes: \[1, 4\]"):
@@ -39,7 +39,7 @@ def test_a_single_batch_size_says_nothing_about_another() -> None:
         times.seconds("other", 1, 1)
 
 
-def test_noise_makes_no_round_free_and_no_longer_one_faster() -> None:
+def test_fitted_round_times_are_positive_and_non_decreasing() -> None:
     steep = RoundTimes({("it", 4, 1): 1.0, ("it", 5, 1): 9.0, ("it", 6, 1): 8.0})
     assert steep.seconds("it", 1, 1) == 0.25 and steep.seconds("it", 9, 1) == 8.0
 
@@ -90,7 +90,7 @@ def test_targets_and_samplings_are_kept_apart(tmp_path: Path) -> None:
             load_times(path)
 
 
-def test_drafters_are_called_as_questions_to_traces_call_them() -> None:
+def test_drafter_names_equal_those_of_trace_questions() -> None:
     """So that a list is timed and asked by one name, whatever the experiment calls it."""
     config = load_config(ROOT / "examples" / "experiments" / "quick.yaml")
     names = {one.label: policy_name(one, config) for one in config.drafters}

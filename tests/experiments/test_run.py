@@ -1,4 +1,6 @@
-"""Experiments: refused before work starts, finished cells kept, a failing cell alone, every layout of prompts read."""
+"""Experiments: refused before work starts, finished cells kept, failing cells isolated, every layout of prompts
+read.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def silent(label: str, done: int, total: int) -> None:
-    """Nobody looks."""
+    """Ignore all progress."""
 
 
 def run(values: dict[str, Any], out: Path) -> list[Any]:
@@ -65,7 +67,7 @@ def test_a_grid_has_every_cell_with_provenance_and_the_tokens_of_plain_decoding(
     assert [result.key for result in read_results(tmp_path)] == [result.key for result in results]
 
 
-def test_finished_cells_are_not_run_again_and_failed_ones_alone_are(home: Path, tmp_path: Path) -> None:
+def test_only_failed_cells_run_again(home: Path, tmp_path: Path) -> None:
     values = grid(home, drafters=["none", {"draft": str(home / "draft"), "k": [3, 500]}])
     results = run(values, tmp_path)
     assert [result.error is None for result in results] == [True, True, False]
@@ -91,7 +93,7 @@ def test_finished_cells_are_not_run_again_and_failed_ones_alone_are(home: Path, 
         ({"samplings": [{"temperature": 0}, {"top_k": 3}]}, ConfigurationError, "samplings: .*'greedy' twice"),
     ],
 )
-def test_bad_input_is_refused_by_name_before_work_starts(
+def test_bad_input_is_rejected_by_name_before_work_starts(
     home: Path, tmp_path: Path, changes: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     values = grid(home, **changes)
@@ -193,7 +195,7 @@ LAYOUTS: dict[str, tuple[str, list[dict[str, Any]]]] = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("automatic", [False, True])
-def test_layouts_of_prompts(name: str, automatic: bool, tmp_path: Path) -> None:
+def test_every_layout_of_prompts_is_read(name: str, automatic: bool, tmp_path: Path) -> None:
     layout, rows = LAYOUTS[name]
     file = tmp_path / "x.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)))
@@ -201,8 +203,8 @@ def test_layouts_of_prompts(name: str, automatic: bool, tmp_path: Path) -> None:
     assert (read.key, read.category, read.messages[-1]["content"]) == ("1", "x", "a b")
 
 
-def test_a_drafter_that_learns_from_texts_does_not_know_the_answers_already(home: Path, tmp_path: Path) -> None:
-    """What is not measured, and repeats, leave nothing behind: so a run counts what a new drafter would."""
+def test_learning_drafters_start_empty_in_every_measurement(home: Path, tmp_path: Path) -> None:
+    """Unmeasured runs and repeats leave nothing in a drafter: a run counts what a new drafter would."""
     learning = "suffix:max_cached_tokens=4000,min_match=1"
     values = grid(home, drafters=[learning], batch_sizes=[1, 2], repeats=2, baseline=False, traces=True)
     config, store = ExperimentConfig(**values), Store(tmp_path)
@@ -216,7 +218,7 @@ def test_a_drafter_that_learns_from_texts_does_not_know_the_answers_already(home
         assert answer.acceptance.num_accepted_tokens == sum(row["num_accepted_tokens"] for row in result.rows)
 
 
-def test_a_damaged_listing_or_cell_says_what_to_do(home: Path, tmp_path: Path) -> None:
+def test_a_damaged_listing_or_cell_names_the_remedy(home: Path, tmp_path: Path) -> None:
     (result,) = run(grid(home, drafters=["none"], baseline=False, max_new_tokens=2), tmp_path)
     (tmp_path / "experiment.json").write_text("{")
     with pytest.raises(ConfigurationError, match="writes it and keeps finished cells"):
@@ -226,7 +228,7 @@ def test_a_damaged_listing_or_cell_says_what_to_do(home: Path, tmp_path: Path) -
         Store(tmp_path).load(result.key)
 
 
-def test_files_without_text_are_refused(tmp_path: Path) -> None:
+def test_files_without_text_are_rejected(tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
     file.write_text('{"timestamp": 0, "input_length": 100, "output_length": 5}\n')
     with pytest.raises(PromptError, match="lengths without text"):
@@ -238,7 +240,7 @@ def save_texts(path: Path) -> Path:
     return path
 
 
-def test_what_is_suspicious_in_prompts_is_said(home: Path, tmp_path: Path) -> None:
+def test_suspicious_prompts_cause_warnings(home: Path, tmp_path: Path) -> None:
     tokenizer: Any = load_tokenizer(home / "target")
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}<think>"
     file = tmp_path / "x.jsonl"
@@ -253,7 +255,7 @@ def test_what_is_suspicious_in_prompts_is_said(home: Path, tmp_path: Path) -> No
     assert load_prompts(PromptSet(path=str(home / "prompts.jsonl")), tokenizer, 96).warnings == ()
 
 
-def test_the_command(home: Path, tmp_path: Path) -> None:
+def test_experiment_run_command_writes_its_results(home: Path, tmp_path: Path) -> None:
     file, out = tmp_path / "exp.yaml", tmp_path / "out"
     file.write_text(yaml.safe_dump(grid(home, drafters=["none", "suffix"])))
     dry = json.loads(call("experiment", "run", str(file), "--dry-run", "--json").stdout)
@@ -262,7 +264,7 @@ def test_the_command(home: Path, tmp_path: Path) -> None:
     assert done["failed"] == 0 and done["cells"][1]["texts_unlike_plain"] == 0
 
 
-def test_cells_of_another_commit_are_kept_and_said(home: Path, tmp_path: Path) -> None:
+def test_cells_of_another_commit_are_kept_with_a_warning(home: Path, tmp_path: Path) -> None:
     file, out = tmp_path / "exp.yaml", tmp_path / "out"
     file.write_text(yaml.safe_dump(grid(home, drafters=["none", "suffix"])))
     run_again = ("experiment", "run", str(file), "--out", str(out), "--json")

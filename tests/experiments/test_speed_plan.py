@@ -8,7 +8,7 @@ from paceline.experiments.questions import LoadPlan, SpeedEstimate, expected_tok
 from paceline.experiments.round_times import RoundTimes
 
 
-def test_tokens_of_a_round_follow_from_the_rates() -> None:
+def test_tokens_per_round_follow_from_the_rates() -> None:
     alpha = 0.7
     for k in range(6):
         assert expected_tokens([alpha], k) == pytest.approx((1 - alpha ** (k + 1)) / (1 - alpha))
@@ -29,7 +29,7 @@ def test_the_best_depth_is_where_another_token_costs_more_than_it_gives() -> Non
 @pytest.mark.parametrize(
     ("seconds", "verdict"), [(1.0, "speculate"), (1.45, "uncertain"), (1.6, "do not"), (2.0, "do not speculate: ")]
 )
-def test_what_is_said_is_as_sure_as_the_figures(seconds: float, verdict: str) -> None:
+def test_the_verdict_reflects_the_uncertainty(seconds: float, verdict: str) -> None:
     pair = SpeedEstimate("speculative", "a", 1, 1, 1.5, seconds), SpeedEstimate("plain", "", 0, 1, 1.0, 1.0)
     assert ranked(1, [(one, 0.1) for one in pair]).verdict.startswith(verdict)
     assert LoadPlan(1, (pair[1],)).verdict.startswith("do not speculate: nothing")

@@ -1,4 +1,4 @@
-"""What-if is exact: what a replay of a trace counts is what a run counts, for every drafter, depth, limit and batch."""
+"""Replays are exact: a replay of a trace counts what a run counts, for every drafter, depth, limit and batch."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def counts(statistics: Statistics) -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.of != "choice"])
-def test_predicted_tau_is_that_of_a_run(name: str, workshop: Workshop, tmp_path: Path) -> None:
+def test_predicted_acceptance_length_equals_a_run(name: str, workshop: Workshop, tmp_path: Path) -> None:
     """Every row of the registry, in a batch of 4: texts that end inside of a draft, and ones that end with their room.
 
     Plain decoding is counted step by step: several steps in one graph count those behind the end of a text too.
@@ -96,7 +96,7 @@ def test_predicted_tau_is_that_of_a_run(name: str, workshop: Workshop, tmp_path:
 
 
 @pytest.mark.parametrize("name", ["model", "model, in doubt", "EAGLE 3 chain", "Medusa chain", "function"])
-def test_smaller_depths_of_one_recording(name: str, workshop: Workshop, tmp_path: Path) -> None:
+def test_one_recording_answers_smaller_depths(name: str, workshop: Workshop, tmp_path: Path) -> None:
     with ExitStack() as stack:
         home, row = Home(workshop, tmp_path, stack, 1), ROWS[name]
         trace = recorded(row.make(home, 4), PARAMS)
@@ -106,8 +106,8 @@ def test_smaller_depths_of_one_recording(name: str, workshop: Workshop, tmp_path
             assert counts(answer.replayed.statistics) == counts(statistics)
 
 
-def test_thresholds_of_confidence(workshop: Workshop, tmp_path: Path) -> None:
-    """Asked of one recording, alone and in a list, whose next drafter has a turn where the model is in doubt."""
+def test_confidence_thresholds_equal_a_run(workshop: Workshop, tmp_path: Path) -> None:
+    """Answers of one recording, single and in a list, whose next drafter has a turn where the model is in doubt."""
     with ExitStack() as stack:
         home = Home(workshop, tmp_path, stack, 2)
         trace = recorded(ROWS["model, in doubt"].make(home, 4), PARAMS)
@@ -138,7 +138,7 @@ def test_thresholds_of_confidence(workshop: Workshop, tmp_path: Path) -> None:
                 drafter_of(trace, policy)
 
 
-def test_lists_choices_and_parts_of_trees(workshop: Workshop, tmp_path: Path) -> None:
+def test_lists_choices_and_subtrees_equal_a_run(workshop: Workshop, tmp_path: Path) -> None:
     with ExitStack() as stack:
         home = Home(workshop, tmp_path, stack, 1)
         trace = recorded(ROWS["model"].make(home, 4), PARAMS)
@@ -161,7 +161,7 @@ def test_lists_choices_and_parts_of_trees(workshop: Workshop, tmp_path: Path) ->
                 ask(tree, Policy(("it",), None, nodes))
 
 
-def test_what_was_not_recorded_is_refused(workshop: Workshop, tmp_path: Path) -> None:
+def test_questions_beyond_the_recording_are_rejected(workshop: Workshop, tmp_path: Path) -> None:
     with ExitStack() as stack:
         trace = recorded(ROWS["retokenize"].make(Home(workshop, tmp_path, stack, 1), 2), PARAMS, prefixes=False)
     for policy, message in (
@@ -174,7 +174,7 @@ def test_what_was_not_recorded_is_refused(workshop: Workshop, tmp_path: Path) ->
             drafter_of(trace, policy)
 
 
-def test_a_file_is_the_same_again_and_says_what_is_wrong_with_it(workshop: Workshop, tmp_path: Path) -> None:
+def test_a_trace_file_round_trips_and_reports_damage(workshop: Workshop, tmp_path: Path) -> None:
     with ExitStack() as stack:
         trace = recorded(ROWS["EAGLE 2"].make(Home(workshop, tmp_path, stack, 1), 3), PARAMS)
     path = tmp_path / "a.trace"
@@ -195,7 +195,7 @@ def test_a_file_is_the_same_again_and_says_what_is_wrong_with_it(workshop: Works
         check_target(trace, "1", "other")
 
 
-def test_times_and_choices(workshop: Workshop, tmp_path: Path) -> None:
+def test_predicted_times_and_choices_equal_the_formula(workshop: Workshop, tmp_path: Path) -> None:
     with ExitStack() as stack:
         trace = recorded(ROWS["model"].make(Home(workshop, tmp_path, stack, 1), 4), PARAMS)
     times = RoundTimes({("it", 1, 1): 1.0, ("it", 3, 1): 2.0, ("it", 1, 2): 1.5, ("it", 3, 2): 2.5}, 0.25)
@@ -211,7 +211,7 @@ def test_times_and_choices(workshop: Workshop, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("slope", "best"), [(0.01, 4), (3.0, 0)])
-def test_a_ladder_goes_by_its_times(workshop: Workshop, tmp_path: Path, slope: float, best: int) -> None:
+def test_an_adaptive_length_follows_its_times(workshop: Workshop, tmp_path: Path, slope: float, best: int) -> None:
     """The engine's controller, with times that are given: it finds the depth that is the fastest, or rests."""
     long = SamplingParams(sequence_length=128, eos_token_id=[], seed=[1])
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Heads written by the speculators library, in an environment of its own, and what its forward pass gives for them."""
+"""Heads written by the speculators library, in a separate environment, and what its forward pass gives for them."""
 
 from __future__ import annotations
 

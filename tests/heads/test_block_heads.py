@@ -52,7 +52,7 @@ def target(written: Path) -> SamplingDecoder:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_round_is_that_of_speculators(written: Path, target: SamplingDecoder, case: str) -> None:
+def test_every_round_equals_speculators(written: Path, target: SamplingDecoder, case: str) -> None:
     oracle = load_file(written / case / "oracle.safetensors")
     (written / case / "oracle.safetensors").unlink()  # only the head's own files are read
     made = DFlashDrafter.from_pretrained(written / case, target, oracle["drafts"].shape[1])

@@ -26,7 +26,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_logits_are_those_of_speculators_step_by_step(written: Path, compile_cache: None) -> None:
+def test_mtp_logits_equal_speculators_step_by_step(written: Path, compile_cache: None) -> None:
     expected: dict[str, Any] = json.loads((written / "expected.json").read_text())
     target = fresh(written / "target")
     head = AutoDrafter.from_pretrained(written / "head", target, k=3).head  # type: ignore[attr-defined]
@@ -51,7 +51,7 @@ def test_logits_are_those_of_speculators_step_by_step(written: Path, compile_cac
         assert torch.allclose(head.logits(hidden)[0, 0], forward[position], atol=1e-4)
 
 
-def test_rounds_are_those_of_a_simulation_with_its_modules(written: Path, compile_cache: None) -> None:
+def test_mtp_rounds_equal_a_simulation_with_its_modules(written: Path, compile_cache: None) -> None:
     expected: dict[str, Any] = json.loads((written / "expected.json").read_text())
     target = fresh(written / "target")
     generator = SpeculativeGenerator(str(written / "head"), target, k=3)

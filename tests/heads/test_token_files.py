@@ -14,7 +14,7 @@ LLAMA3 = 128_256
 
 
 @pytest.mark.parametrize(("vocab_size", "width"), [(96, 2), (65_536, 2), (65_537, 4), (LLAMA3, 4)])
-def test_ids_come_back_in_the_width_of_the_vocabulary(tmp_path: Path, vocab_size: int, width: int) -> None:
+def test_ids_round_trip_in_the_width_of_the_vocabulary(tmp_path: Path, vocab_size: int, width: int) -> None:
     path, top = tmp_path / "a.bin", vocab_size - 1
     assert write_tokens(path, [[0, 5], np.array([[top, 1]]), []], vocab_size=vocab_size) == 4
     append_tokens(path, [7, top])
@@ -30,7 +30,7 @@ def test_ids_come_back_in_the_width_of_the_vocabulary(tmp_path: Path, vocab_size
         (LLAMA3, 32_000, "target's vocabulary of 32000, got ids of one of 128256"),
     ],
 )
-def test_ids_of_another_vocabulary_are_refused(tmp_path: Path, written: int, target: int, said: str) -> None:
+def test_ids_of_another_vocabulary_are_rejected(tmp_path: Path, written: int, target: int, said: str) -> None:
     write_tokens(tmp_path / "a.bin", [[1, 2, 3, 4]], vocab_size=written)
     with pytest.raises(ConfigurationError, match=said):
         read_tokens(tmp_path / "a.bin", target)
@@ -42,7 +42,7 @@ def test_a_target_may_have_more_ids_than_its_tokenizer(tmp_path: Path) -> None:
     assert read_tokens(tmp_path / "a.bin", 151_936).tolist() == [1, 2]
 
 
-def test_a_file_without_a_header_is_read_only_as_what_the_user_says(tmp_path: Path) -> None:
+def test_a_file_without_a_header_needs_an_explicit_dtype(tmp_path: Path) -> None:
     ids = np.arange(1, 9, dtype=np.uint16)
     path = tmp_path / "a.bin"
     ids.tofile(path)
@@ -61,7 +61,7 @@ def test_a_file_without_a_header_is_read_only_as_what_the_user_says(tmp_path: Pa
             read_tokens(path, size, dtype=dtype)
 
 
-def test_damage_is_named(tmp_path: Path) -> None:
+def test_damaged_token_files_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "a.bin"
     write_tokens(path, [[1, 2]], vocab_size=96)
     whole = path.read_bytes()
@@ -77,7 +77,7 @@ def test_damage_is_named(tmp_path: Path) -> None:
             read_tokens(path, 96)
 
 
-def test_what_is_no_id_is_not_written(tmp_path: Path) -> None:
+def test_invalid_ids_are_not_written(tmp_path: Path) -> None:
     path = tmp_path / "a.bin"
     for ids in ([96], [-1]):
         with pytest.raises(ConfigurationError, match="token ids of a vocabulary of 96"):
@@ -90,6 +90,6 @@ def test_what_is_no_id_is_not_written(tmp_path: Path) -> None:
         write_tokens(tmp_path / "a.bin" / "b.bin", [[1]], vocab_size=96)
 
 
-def test_a_file_that_is_called_like_an_unfinished_one_stays(tmp_path: Path) -> None:
+def test_a_file_named_like_a_partial_one_is_kept(tmp_path: Path) -> None:
     write_tokens(tmp_path / "own.part", [[1]], vocab_size=96)
     assert read_tokens(tmp_path / "own.part").tolist() == [1]

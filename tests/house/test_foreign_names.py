@@ -81,7 +81,7 @@ def written() -> dict[str, str]:
     return names
 
 
-def test_variables_of_ray_are_those_that_ray_reads() -> None:
+def test_ray_variables_exist_in_ray() -> None:
     """In its Python, or in what is compiled: ``RAY_name`` sets the value ``name`` of its C++ configuration."""
     package = Path(ray.__file__).parent
     files = (path for folder in ("_common", "_private", "serve") for path in package.glob(f"{folder}/**/*.py"))
@@ -94,7 +94,7 @@ def test_variables_of_ray_are_those_that_ray_reads() -> None:
                 assert known or compiled.find(name.encode() + b"\0") >= 0, f"{name} in {where} is no variable of Ray"
 
 
-def test_names_of_ray_are_its_own_constants() -> None:
+def test_ray_names_equal_rays_constants() -> None:
     manager = neuron.NeuronAcceleratorManager
     assert neuron.NOSET_AWS_NEURON_RT_VISIBLE_CORES_ENV_VAR == environment.NOSET
     assert manager.get_visible_accelerator_ids_env_var() == environment.CORES
@@ -108,7 +108,7 @@ def test_variables_of_runtimes_are_documented(prefixes: tuple[str, ...], known: 
     assert found and not found - known, {name: where for name, where in written().items() if name in found - known}
 
 
-def test_variables_of_the_hub_are_those_of_its_client() -> None:
+def test_hub_variables_exist_in_the_client() -> None:
     source = "\n".join(path.read_text() for path in Path(huggingface_hub.__file__).parent.glob("**/*.py"))
     found = {name for name in written() if name.startswith("HF_")}
     assert found and all(f'"{name}"' in source for name in found), found
@@ -120,7 +120,7 @@ def test_a_tag_is_no_longer_than_the_monitor_reads() -> None:
     assert len(variables["NEURON_PROCESS_TAG"]) == 32
 
 
-def test_metrics_are_those_of_vllm() -> None:
+def test_vllm_metric_names_exist_in_vllm() -> None:
     names = [metric.name for metric in metrics.METRICS]
     assert {name.removeprefix("vllm:") for name in names if name.startswith("vllm:")} == VLLM
 
@@ -137,8 +137,8 @@ def test_variables_of_xla_are_documented() -> None:
     assert {name for name in written() if name.startswith(("PJRT_", "XLA_"))} <= known
 
 
-def test_fields_are_those_of_openais_client() -> None:
-    """Of any of its endpoints: sampling fields, for one, are taken at all of ours."""
+def test_request_fields_exist_in_openais_client() -> None:
+    """Fields of any of its endpoints: sampling fields, for one, are accepted by all of ours."""
     params = (
         *(chat_params.CompletionCreateParamsBase, chat_params.CompletionCreateParamsStreaming),
         *(completion_params.CompletionCreateParamsBase, completion_params.CompletionCreateParamsStreaming),

@@ -1,5 +1,5 @@
-"""What `import paceline` loads and does: nothing of other packages, placement, servers or the command line, and
-no socket; its names, which are imported when they are used; and modules that need each other in no circle.
+"""Effects of `import paceline`: nothing of other packages, placement, servers or the command line, and no socket; its
+names, which are imported when they are used; and no import circle.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def test_the_package_is_imported_without_placement_servers_commands_and_sockets(
     assert printed(WATCHED_IMPORT) == "[] []\n"
 
 
-def test_a_socket_at_import_would_be_seen(tmp_path: Path) -> None:
+def test_the_import_check_detects_a_socket(tmp_path: Path) -> None:
     (tmp_path / "paceline.py").write_text("import socket, socketserver\nsocket.socket().bind(('127.0.0.1', 0))\n")
     seen = printed(f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{WATCHED_IMPORT}")
     assert seen.startswith("['socketserver'] [") and "'socket.bind'" in seen
 
 
-def test_every_name_of_the_package_is_there_when_it_is_used() -> None:
+def test_every_public_name_is_importable() -> None:
     assert set(paceline.__all__) <= set(dir(paceline)) and all(hasattr(paceline, name) for name in paceline.__all__)
     with pytest.raises(AttributeError, match="module 'paceline' has no attribute 'Nothing'"):
         _ = paceline.Nothing  # type: ignore[attr-defined]
@@ -91,7 +91,7 @@ def circle(root: Path) -> list[str]:
     return []
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
+def test_modules_have_no_import_circle() -> None:
     assert circle(REPOSITORY) == []
 
 
@@ -105,6 +105,6 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         ("from paceline.core import c", set()),
     ],
 )
-def test_a_circle_is_found(tmp_path: Path, late: str, seen: set[str]) -> None:
+def test_an_import_circle_is_found(tmp_path: Path, late: str, seen: set[str]) -> None:
     plant(tmp_path, {"core/a.py": "from paceline.decoder.b import Y", "core/c.py": "", "decoder/b.py": late})
     assert set(circle(tmp_path)) == seen

@@ -1,4 +1,4 @@
-"""The order of the files: every file that is named is there, once, and all that use Ray are one piece of work."""
+"""The order of the files: every listed file exists, once, and all that use Ray are one piece of work."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from tests import order
 from tests.house.test_structure import REPOSITORY
 
 
-def test_files_that_are_named_are_there_and_named_once() -> None:
+def test_ordered_files_exist_and_are_listed_once() -> None:
     named = [*order.RAY, *order.LONG]
     assert len(set(named)) == len(named)
     assert [file for file in named if not (REPOSITORY / file).is_file()] == []
 
 
-def test_the_files_that_use_ray_are_those_with_its_mark() -> None:
+def test_files_that_use_ray_have_its_mark() -> None:
     files = (REPOSITORY / "tests").rglob("test_*.py")
     marked = {path.relative_to(REPOSITORY).as_posix() for path in files if "pytest.mark" + ".ray" in path.read_text()}
     assert marked == set(order.RAY)
@@ -22,7 +22,7 @@ def test_the_files_that_use_ray_are_those_with_its_mark() -> None:
     assert order.scope_of("tests/core/test_types.py::test_x") == "tests/core/test_types.py"
 
 
-def test_a_file_that_became_long_is_reported() -> None:
+def test_a_slow_file_is_reported() -> None:
     def report(file: str, duration: float) -> pytest.TestReport:
         return pytest.TestReport(f"{file}::test_x", ("", 0, ""), {}, "passed", None, "call", duration=duration)
 

@@ -131,7 +131,7 @@ def test_a_wrong_import_is_found(tmp_path: Path, file: str, text: str, words: st
         ("examples/heads.py", "import heads"),
     ],
 )
-def test_a_right_import_passes(tmp_path: Path, file: str, text: str) -> None:
+def test_an_allowed_import_passes(tmp_path: Path, file: str, text: str) -> None:
     assert import_messages(tmp_path, file, text) == []
 
 

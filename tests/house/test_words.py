@@ -69,7 +69,7 @@ def script() -> Iterator[ModuleType]:
     sys.modules.pop("words", None)
 
 
-def test_every_kind_finds_its_example_and_leaves_plain_text_alone(script: ModuleType) -> None:
+def test_every_fault_is_found_in_pages_and_plain_text_passes(script: ModuleType) -> None:
     assert {kind.name for kind in script.KINDS} == FOUND.keys()
     for name, text in FOUND.items():
         assert name in {kind.name for kind, _ in script.faults(text)}, name
@@ -88,7 +88,7 @@ def test_a_page_without_a_budget_or_over_it_is_named(
     assert "README.md: " in said and "budget 10" in said and "docs/scale.md: " in said
 
 
-def test_every_kind_is_found_in_code_and_plain_code_is_left_alone(script: ModuleType) -> None:
+def test_every_fault_is_found_in_code_and_plain_code_passes(script: ModuleType) -> None:
     assert {kind.name for kind in script.KINDS} == CODE.keys() | {"P1", "P3"}
     for name, source in CODE.items():
         assert name in {kind.name for kind, _, _ in script.code_faults(source)}, name

@@ -1,4 +1,4 @@
-"""A tiny network as a model of transformers and as a decoder behind the adapter, shared by all tests here."""
+"""A tiny network as a model of transformers and as a decoder with the adapter, shared by all tests of this folder."""
 
 from __future__ import annotations
 

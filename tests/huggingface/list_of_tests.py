@@ -1,4 +1,4 @@
-"""The list of transformers' tests as names, and as the tables of README.md; no tests in here.
+"""The list of transformers' tests as names, and as the tables of README.md; no tests.
 
 ``python -m tests.huggingface.list_of_tests`` prints the tables.
 """
@@ -31,7 +31,7 @@ def _names(tests: Mapping[str, str | int]) -> Iterator[str]:
 
 
 def tables() -> str:
-    """What README.md says of them. A class of which nothing runs for one reason stands there as a whole."""
+    """Rows of README.md for them. A class of which nothing runs for one reason is one row."""
     rows = ["| class | tests that run (`test_...`) |", "|---|---|"]
     rows += [f"| `{kind}` | {', '.join(f'`{word}`' for word in words.split())} |" for kind, words in RUN.items()]
     rows += ["", "| left out | because |", "|---|---|"]

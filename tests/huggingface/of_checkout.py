@@ -1,4 +1,4 @@
-"""Tests out of a checkout of `transformers`, made to run against `HuggingFaceGenerationAdapter`; no tests in here.
+"""Tests out of a checkout of `transformers`, made to run against `HuggingFaceGenerationAdapter`; no tests.
 
 Nothing of them is changed but what a test of a model says to the mixin: which classes, which inputs, and what
 attentions, hidden states and a cache are there. Models and tokenizers of the hub are tiny ones of

@@ -1,4 +1,5 @@
-"""`HuggingFaceGenerationAdapter` beside the same tiny weights in `transformers`: the same arguments, the same tokens.
+"""`HuggingFaceGenerationAdapter` compared with the same tiny weights in `transformers`: the same arguments, the same
+tokens.
 
 transformers' own tests are in its repository and not in its wheel; `test_transformers_suite.py` runs them where a
 checkout is given. These run everywhere.
@@ -64,12 +65,12 @@ CALLS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("ids", [ONE, PADDED], ids=["one prompt", "padded prompts"])
-def test_tokens_are_those_of_transformers(both: Both, ids: Tensor, name: str) -> None:
+def test_tokens_equal_those_of_transformers(both: Both, ids: Tensor, name: str) -> None:
     asked = CALLS[name]
     assert_same(both, ids, attention_mask=(ids != 0).long(), **asked)
 
 
-def test_rows_that_end_are_filled_with_the_pad_id(both: Both) -> None:
+def test_finished_rows_are_padded(both: Both) -> None:
     free = assert_same(both, PADDED, attention_mask=MASK, **GREEDY)
     end = int(free[1, PADDED.shape[1] + 2])
     made = assert_same(both, PADDED, attention_mask=MASK, eos_token_id=end, **GREEDY)
@@ -77,7 +78,7 @@ def test_rows_that_end_are_filled_with_the_pad_id(both: Both) -> None:
 
 
 @pytest.mark.parametrize("name", ["greedy", "sampling", "beams"])
-def test_scores_and_logits_are_those_of_transformers(both: Both, name: str) -> None:
+def test_scores_and_logits_equal_those_of_transformers(both: Both, name: str) -> None:
     asked: dict[str, Any] = {
         **CALLS[name], "attention_mask": MASK, "pad_token_id": 0, "max_new_tokens": 6,
         "return_dict_in_generate": True, "output_scores": True, "output_logits": True,
@@ -101,7 +102,7 @@ def test_scores_and_logits_are_those_of_transformers(both: Both, name: str) -> N
     assert scored.shape == (2, 6)
 
 
-def test_a_text_begins_with_the_bos_id_where_there_is_no_prompt(both: Both) -> None:
+def test_generation_without_a_prompt_starts_with_the_bos_id(both: Both) -> None:
     made = [
         model.generate(bos_token_id=3, max_new_tokens=6, do_sample=False, pad_token_id=0)
         for model in (both.theirs, both.ours)
@@ -147,7 +148,7 @@ def test_processors_and_criteria_see_what_transformers_shows_them(both: Both, be
     assert_same(both, PADDED, attention_mask=MASK, num_beams=beams, **asked, **GREEDY)
 
 
-def test_tokens_that_may_follow_are_asked_for_by_row(both: Both) -> None:
+def test_prefix_allowed_tokens_are_requested_by_row(both: Both) -> None:
     def allowed(row: int, _ids: Tensor) -> list[int]:
         return list(range(row, V, 2))
 
@@ -155,7 +156,7 @@ def test_tokens_that_may_follow_are_asked_for_by_row(both: Both) -> None:
     assert all(int(token) % 2 == row for row in (0, 1) for token in made[row, PADDED.shape[1] :])
 
 
-def test_the_logits_of_every_token(both: Both) -> None:
+def test_forward_returns_the_logits_of_every_token(both: Both) -> None:
     """Left, right and inner padding; a text longer than a window; and a text that is continued."""
     inner = torch.tensor([[1, 1, 0, 1, 1, 0, 1], [0, 1, 1, 1, 1, 1, 0]])
     for mask in (MASK, torch.ones_like(MASK), inner):
@@ -172,8 +173,8 @@ def test_the_logits_of_every_token(both: Both) -> None:
     assert isinstance(both.ours(ONE, return_dict=False), tuple)
 
 
-def test_a_text_is_continued_from_the_cache_of_a_call(both: Both) -> None:
-    """As transformers' test of generation that goes on from past keys and values."""
+def test_generation_continues_from_a_returned_cache(both: Both) -> None:
+    """The test follows transformers' test of generation that continues from past keys and values."""
     whole = assert_same(both, ONE, **GREEDY)
     head = both.ours.generate(
         ONE, attention_mask=torch.ones_like(ONE), max_new_tokens=5, pad_token_id=0, return_dict_in_generate=True
@@ -187,7 +188,7 @@ def test_a_text_is_continued_from_the_cache_of_a_call(both: Both) -> None:
     assert torch.equal(rest, whole)
 
 
-def test_a_cache_is_cut_and_rearranged(both: Both) -> None:
+def test_a_cache_is_cropped_and_reordered(both: Both) -> None:
     out = both.ours(PADDED, attention_mask=MASK)
     cache = out.get("cache", out.get("past_key_values"))
     cache.crop(-2)
@@ -203,7 +204,7 @@ def test_a_cache_is_cut_and_rearranged(both: Both) -> None:
         cache.crop(3)
 
 
-def test_a_prompt_with_many_outputs_is_read_once(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_with_many_outputs_is_prefilled_once(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
     original = steps.prefill
 
@@ -216,7 +217,7 @@ def test_a_prompt_with_many_outputs_is_read_once(both: Both, monkeypatch: pytest
     assert read == [0, 2]
 
 
-def test_the_decoder_s_slots_belong_to_one_text_at_a_time(both: Both) -> None:
+def test_a_decoders_slots_serve_one_generation_at_a_time(both: Both) -> None:
     out = both.ours(ONE)
     cache = out.get("cache", out.get("past_key_values"))
     both.decoder.sample([[1, 2, 3]], max_new_tokens=2)
@@ -257,13 +258,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.filterwarnings("ignore")  # transformers warns of some of these itself
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_a_decoder_cannot_do_is_refused_by_name(both: Both, name: str) -> None:
+def test_unsupported_generate_arguments_are_rejected_by_name(both: Both, name: str) -> None:
     asked, words = REFUSED[name]
     with pytest.raises(ConfigurationError, match=words):
         both.ours.generate(None if "inputs_embeds" in asked else ONE, max_new_tokens=3, pad_token_id=0, **asked)
 
 
-def test_texts_that_do_not_fit_are_refused(both: Both) -> None:
+def test_texts_beyond_the_context_are_rejected(both: Both) -> None:
     with pytest.raises(ContextError, match="64 positions"):
         both.ours.generate(ONE, max_new_tokens=60, pad_token_id=0)
     with pytest.raises(PromptError, match="batch_size=7"):
@@ -274,7 +275,7 @@ def test_texts_that_do_not_fit_are_refused(both: Both) -> None:
         both.ours.generate(ONE, max_new_tokens=3, temperatur=0.5)
 
 
-def test_what_is_no_decoder_is_refused(both: Both) -> None:
+def test_objects_that_are_not_decoders_are_rejected(both: Both) -> None:
     with pytest.raises(ConfigurationError, match="model: expected a decoder or generator of this package, got"):
         HuggingFaceGenerationAdapter(both.theirs)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="generate_batch"):
@@ -283,7 +284,7 @@ def test_what_is_no_decoder_is_refused(both: Both) -> None:
         both.ours(None)
 
 
-def test_slots_are_exchanged_on_a_compiled_graph(both: Both) -> None:
+def test_slots_are_swapped_on_a_compiled_graph(both: Both) -> None:
     decoder = AutoDecoder.from_pretrained(both.folder, batch_size=3, n_positions=64, amp="f32", backend="native")
     decoder.on_graph = lambda _event: None
     before = [one.normal_().clone() for layer in decoder.body.caches for one in layer]
@@ -293,7 +294,7 @@ def test_slots_are_exchanged_on_a_compiled_graph(both: Both) -> None:
 
 
 @pytest.mark.usefixtures("two_ranks")
-def test_beams_of_a_model_on_two_ranks(both: Both) -> None:
+def test_beam_search_on_two_ranks_keeps_the_tokens(both: Both) -> None:
     decoder = AutoDecoder.from_pretrained(
         both.folder, batch_size=6, n_positions=64, context_length_estimate=[8, 16], amp="f32", backend="eager",
         tp_degree=2,
@@ -306,7 +307,7 @@ def test_beams_of_a_model_on_two_ranks(both: Both) -> None:
         decoder.close()
 
 
-def test_the_adapter_is_a_model_of_transformers(both: Both) -> None:
+def test_the_adapter_is_a_transformers_model(both: Both) -> None:
     assert isinstance(both.theirs, LlamaForCausalLM)
     assert both.ours.can_generate() and both.ours.config.model_type == "llama"
     assert both.ours.device == torch.device("cpu") and both.ours.dtype == torch.float32

@@ -22,7 +22,7 @@ def ones(ids: torch.Tensor) -> torch.Tensor:
     return torch.ones_like(ids)
 
 
-def test_what_a_cache_holds_is_not_read_again(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_tokens_are_not_prefilled_again(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
     head = both.ours.generate(PADDED, attention_mask=MASK, max_new_tokens=4, **NEW)
     read: list[int] = []
     original = steps.window
@@ -41,7 +41,7 @@ def test_what_a_cache_holds_is_not_read_again(both: Both, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("speculating", [False, True])
-def test_new_tokens_alone_go_on_from_a_cache(both: Both, speculating: bool) -> None:
+def test_generation_continues_from_a_cache_and_new_tokens(both: Both, speculating: bool) -> None:
     model = HuggingFaceGenerationAdapter(SpeculativeGenerator(both.draft, both.decoder)) if speculating else both.ours
     whole = both.theirs.generate(ONE, attention_mask=ones(ONE), max_new_tokens=8, **NEW).sequences
     head = model.generate(ONE, attention_mask=ones(ONE), max_new_tokens=3, **NEW)
@@ -51,7 +51,7 @@ def test_new_tokens_alone_go_on_from_a_cache(both: Both, speculating: bool) -> N
 
 
 @pytest.mark.parametrize("ids", [ONE, PADDED[1:]], ids=["without padding", "padded"])
-def test_an_assisted_call_gives_its_cache(both: Both, ids: torch.Tensor) -> None:
+def test_an_assisted_call_returns_its_cache(both: Both, ids: torch.Tensor) -> None:
     mask = (ids != 0).long()
     head = both.ours.generate(ids, attention_mask=mask, max_new_tokens=6, assistant_model=both.draft, **NEW)
     cache = head[CACHE_FIELD]
@@ -62,14 +62,14 @@ def test_an_assisted_call_gives_its_cache(both: Both, ids: torch.Tensor) -> None
     torch.testing.assert_close(logits, again[:, -1:], atol=1e-4, rtol=1e-4)
 
 
-def test_an_assisted_call_cannot_go_on_with_new_tokens_alone(both: Both) -> None:
+def test_an_assisted_call_with_only_new_tokens_is_rejected(both: Both) -> None:
     head = both.ours.generate(ONE, attention_mask=ones(ONE), max_new_tokens=3, **NEW)
     given = {CACHE_FIELD: head[CACHE_FIELD], "attention_mask": ones(head.sequences), "max_new_tokens": 5, **NEW}
     with pytest.raises(ConfigurationError, match="all of it"):
         both.ours.generate(head.sequences[:, -1:], assistant_model=both.draft, **given)
 
 
-def test_a_prompt_is_read_once_and_continued_from_copies_of_its_cache(both: Both) -> None:
+def test_copies_of_a_cache_continue_one_prefill(both: Both) -> None:
     prompt = both.ours(PADDED[:, :4], attention_mask=MASK[:, :4])[CACHE_FIELD]
     for ends in ([[5, 9], [3, 2]], [[7, 7], [8, 1]]):
         ids = torch.cat((PADDED[:, :4], torch.tensor(ends)), 1)
@@ -85,14 +85,14 @@ def test_a_prompt_is_read_once_and_continued_from_copies_of_its_cache(both: Both
         copy.deepcopy(prompt)  # it has gone on since it was copied, and then lost its slots
 
 
-def test_transformers_name_for_a_cache_that_can_be_cut_is_accepted() -> None:
+def test_dynamic_full_cache_implementation_is_accepted() -> None:
     """Only some versions know it, and `generate` of the others refuses it before it comes to us."""
     check_options({"cache_implementation": "dynamic_full"})
     with pytest.raises(ConfigurationError, match="static"):
         check_options({"cache_implementation": "static"})
 
 
-def test_an_assistant_s_own_configuration_says_how_much_it_drafts(both: Both) -> None:
+def test_an_assistants_configuration_sets_the_draft_length(both: Both) -> None:
     assistant = HuggingFaceGenerationAdapter(both.draft)
     asked: dict[str, Any] = {"attention_mask": ones(ONE), "max_new_tokens": 12, "pad_token_id": 0}
     drafted = []

@@ -30,7 +30,7 @@ def drafted(both: Both) -> HuggingFaceGenerationAdapter:
 
 
 class Kept(BaseStreamer):  # type: ignore[misc]  # transformers is untyped here
-    """What a streamer is given."""
+    """Calls that a streamer received."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -49,7 +49,7 @@ def expected(both: Both, ids: Tensor = ONE, **asked: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ["greedy", "penalties", "bad words", "a late end"])
-def test_an_assistant_gives_the_tokens_of_transformers(both: Both, name: str) -> None:
+def test_an_assistant_keeps_the_tokens_of_transformers(both: Both, name: str) -> None:
     asked = CALLS[name]
     for assistant in (both.draft, HuggingFaceGenerationAdapter(both.draft)):
         made = both.ours.generate(ONE, attention_mask=torch.ones_like(ONE), assistant_model=assistant, **NEW, **asked)
@@ -66,7 +66,9 @@ def characters(text: str) -> PreTrainedTokenizerFast:
 
 
 @pytest.mark.parametrize("asked", [GREEDY, SAMPLED], ids=["greedy", "sampling"])
-def test_an_assistant_with_another_tokenizer(both: Both, tmp_path: Path, asked: dict[str, Any]) -> None:
+def test_an_assistant_with_another_tokenizer_keeps_the_tokens(
+    both: Both, tmp_path: Path, asked: dict[str, Any]
+) -> None:
     """Its ids, and the rows of its weights, are the target's in the opposite order: it drafts as the target does."""
     signs = (string.ascii_letters + string.digits)[:V]
     other = network()
@@ -89,7 +91,7 @@ def test_an_assistant_with_another_tokenizer(both: Both, tmp_path: Path, asked: 
         both.ours.generate(ONE, assistant_model=assistant, **given, assistant_tokenizer=pair["assistant_tokenizer"])
 
 
-def test_the_prompt_is_looked_up(both: Both) -> None:
+def test_prompt_lookup_keeps_the_tokens(both: Both) -> None:
     text = torch.cat((expected(both, **GREEDY), ONE), 1)
     asked: dict[str, Any] = {"attention_mask": torch.ones_like(text), "max_new_tokens": 12, "pad_token_id": 0}
     made = both.ours.generate(text, prompt_lookup_num_tokens=4, max_matching_ngram_size=3, **asked)
@@ -98,10 +100,10 @@ def test_the_prompt_is_looked_up(both: Both) -> None:
 
 
 @pytest.mark.parametrize("name", ["greedy", "penalties", "a late end"])
-def test_a_generator_gives_the_tokens_of_transformers(
+def test_a_generator_keeps_the_tokens_of_transformers(
     both: Both, drafted: HuggingFaceGenerationAdapter, name: str
 ) -> None:
-    """Padding included: processors see it as they do there."""
+    """Padding included: processors see it as they do in transformers."""
     asked = CALLS[name]
     for ids in (ONE, PADDED, PADDED.repeat(4, 1)):  # eight rows, six slots: they queue
         made = drafted.generate(ids, attention_mask=(ids != 0).long(), **NEW, **asked)
@@ -109,7 +111,7 @@ def test_a_generator_gives_the_tokens_of_transformers(
         assert drafted.statistics is not None and drafted.statistics.num_draft_tokens > 0
 
 
-def test_sampled_tokens_follow_the_seed_and_no_draft(both: Both, drafted: HuggingFaceGenerationAdapter) -> None:
+def test_sampled_tokens_depend_on_the_seed_and_not_on_drafts(both: Both, drafted: HuggingFaceGenerationAdapter) -> None:
     plain = HuggingFaceGenerationAdapter(SpeculativeGenerator(None, both.decoder, k=3))
     asked: dict[str, Any] = {"attention_mask": MASK, "num_return_sequences": 2, **NEW, **SAMPLED}
     made = []
@@ -130,7 +132,7 @@ def test_sampled_tokens_follow_the_seed_and_no_draft(both: Both, drafted: Huggin
     assert torch.equal(assisted, plain.generate(ONE, attention_mask=torch.ones_like(ONE), **NEW, **SAMPLED))
 
 
-def test_scores_of_an_assisted_call(both: Both) -> None:
+def test_an_assisted_call_returns_scores(both: Both) -> None:
     asked: dict[str, Any] = {
         "attention_mask": torch.ones_like(ONE), "repetition_penalty": 1.3, "return_dict_in_generate": True,
         "output_scores": True, "output_logits": True, **NEW,
@@ -144,7 +146,7 @@ def test_scores_of_an_assisted_call(both: Both) -> None:
     assert both.ours.statistics is not None and both.ours.statistics.num_accepted_tokens > 0
 
 
-def test_processors_and_criteria_of_an_assisted_call(both: Both) -> None:
+def test_an_assisted_call_applies_processors_and_criteria(both: Both) -> None:
     asked: dict[str, Any] = {"logits_processor": [Favour()]}
     free = expected(both, **asked)
     criteria = StoppingCriteriaList([EndOn(int(free[0, ONE.shape[1] + 7]))])
@@ -166,7 +168,7 @@ def test_a_streamer_gets_the_prompt_and_every_token(
     assert kept.tokens == made[0].tolist() and kept.ended
 
 
-def test_what_looks_at_several_rows_runs_without_speculation(
+def test_processors_over_several_rows_run_without_speculation(
     both: Both, drafted: HuggingFaceGenerationAdapter, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "paceline"):
@@ -177,7 +179,7 @@ def test_what_looks_at_several_rows_runs_without_speculation(
     assert torch.equal(beams, expected(both, PADDED, num_beams=2))
 
 
-def test_assistants_that_cannot_be(both: Both) -> None:
+def test_unsupported_assistants_are_rejected(both: Both) -> None:
     asked: dict[str, Any] = {"attention_mask": torch.ones_like(ONE), **NEW}
     with pytest.raises(ConfigurationError, match="load the folder with AutoDecoder"):
         both.ours.generate(ONE, assistant_model=both.theirs, **asked)
@@ -189,7 +191,7 @@ def test_assistants_that_cannot_be(both: Both) -> None:
         both.ours.generate(PADDED, assistant_model=both.draft, **{**asked, "attention_mask": MASK}, streamer=Kept())
 
 
-def test_pipelines(both: Both, drafted: HuggingFaceGenerationAdapter) -> None:
+def test_pipelines_generate_with_the_adapter(both: Both, drafted: HuggingFaceGenerationAdapter) -> None:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_file=str(both.folder / "tokenizer.json"), unk_token="<unk>", pad_token="<unk>"
     )

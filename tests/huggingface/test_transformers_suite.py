@@ -63,7 +63,7 @@ def test_every_test_of_the_checkout_is_in_the_list(theirs: dict[str, ModuleType]
 @given
 @pytest.mark.parametrize("model", [TinyDecoder, TinyGenerator], ids=["decoder", "generator"])
 @pytest.mark.parametrize("name", run_here())
-def test_a_test_of_transformers(
+def test_a_test_of_transformers_passes(
     theirs: dict[str, ModuleType], name: str, model: type[TinyDecoder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind, test = name.split(".")
@@ -89,7 +89,7 @@ def test_no_test_of_transformers_is_listed_twice() -> None:
     assert set(run_here()).isdisjoint(left_out())
 
 
-def test_the_page_has_the_list() -> None:
+def test_the_readme_has_the_list_of_tests() -> None:
     page = (Path(__file__).parent / "README.md").read_text()
     assert tables() in page
     total = len(run_here()) + len(left_out()) + sum(whole_classes().values())

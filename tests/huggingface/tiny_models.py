@@ -1,4 +1,4 @@
-"""Adapters over tiny random networks, which tests of transformers can make as they make its models; no tests here."""
+"""Adapters over tiny random networks, which tests of transformers can make as they make its models; no tests."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class TinyDecoder(HuggingFaceGenerationAdapter):
         return super().generate(inputs, generation_config, **asked)
 
     def twin(self) -> HuggingFaceGenerationAdapter:
-        """The same model once more: a model that drafts for itself needs slots of its own."""
+        """The same model once more: a model that drafts for itself needs separate slots."""
         twin = HuggingFaceGenerationAdapter(self.decoder.sibling())
         twin.generation_config = copy.deepcopy(self.generation_config)
         return twin
@@ -94,7 +94,7 @@ class StandIn:
 
 
 def stand_ins(model: type[TinyDecoder], text: Path) -> dict[str, StandIn]:
-    """What tests take from the hub, by the names of classes that they ask; the tokenizer knows what is in a text."""
+    """Models and tokenizers that tests take from the hub, by class name; the tokenizer knows the words of a text."""
 
     def make(name: str) -> TinyDecoder:
         with torch.random.fork_rng(devices=[]):

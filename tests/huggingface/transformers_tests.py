@@ -1,6 +1,6 @@
-"""Which of transformers' tests of generation run here, and why each other one does not.
+"""Tests of generation in transformers that run over Paceline, and why each other one does not.
 
-Names are without ``test_``, by class. No tests in here.
+Names are without ``test_``, by class. Contains no tests.
 """
 
 from __future__ import annotations

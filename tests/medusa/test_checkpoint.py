@@ -59,7 +59,7 @@ def test_the_heads_are_residual_blocks_and_a_projection(config: MedusaConfig) ->
         torch.testing.assert_close(made[:, head], reference(config, named, states, head))
 
 
-def test_heads_that_are_not_filled_say_nothing() -> None:
+def test_untrained_heads_equal_the_output_layer() -> None:
     made = Heads(OWN, output(), torch.float32)
     assert all(bool(torch.isnan(p).all()) for p in made.own().values())
     assert bool(torch.isnan(made(torch.ones(1, 6), nn.functional.linear)).all())
@@ -86,7 +86,7 @@ def test_every_layout_is_converted_to_every_other(tmp_path: Path, source: str, l
     assert all(torch.equal(found.weights[name], x) for name, x in named.items())
 
 
-def test_the_other_file_of_medusa_and_heads_in_several_files(tmp_path: Path) -> None:
+def test_medusas_other_file_and_sharded_heads_are_read(tmp_path: Path) -> None:
     named = weights(OWN)
     theirs = checkpoint.renamed(OWN, named, "medusa")
     (tmp_path / "one").mkdir()
@@ -105,7 +105,7 @@ def test_the_other_file_of_medusa_and_heads_in_several_files(tmp_path: Path) -> 
         assert all(torch.equal(found[name], x) for name, x in named.items())
 
 
-def test_the_names_of_other_projects(tmp_path: Path) -> None:
+def test_tensor_names_of_other_projects_are_read(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "m", OWN, weights(OWN), layout="medusa")
     names = set(torch.load(tmp_path / "m" / "medusa_lm_head.pt", weights_only=True))
     assert names == {f"{i}.{rest}" for i in range(3) for rest in ("0.linear.weight", "0.linear.bias", "1.weight")}
@@ -127,7 +127,7 @@ def test_heads_inside_a_whole_model_are_found(tmp_path: Path, prefix: str) -> No
     assert all(torch.equal(found.weights[name], named[name]) for name in named)
 
 
-def test_a_module_that_medusa_itself_would_build_reads_its_files() -> None:
+def test_medusas_module_reads_the_saved_files() -> None:
     """The module of Medusa's own code, rebuilt: `[block] * n` and a linear layer, in a list."""
 
     class Res(nn.Module):
@@ -155,7 +155,7 @@ def test_a_module_that_medusa_itself_would_build_reads_its_files() -> None:
     theirs.load_state_dict(checkpoint.renamed(config, named, "medusa"))
 
 
-def test_unlike_blocks_are_not_written_for_code_that_repeats_one() -> None:
+def test_different_blocks_are_rejected_for_layouts_with_one_block() -> None:
     config = replace(OWN, layers=2)
     assert not checkpoint.shared(config, weights(config))
     with pytest.raises(ConfigurationError, match="repeats one block 2 times"):
@@ -167,7 +167,7 @@ def test_unlike_blocks_are_not_written_for_code_that_repeats_one() -> None:
         checkpoint.renamed(OWN, weights(OWN), "eagle")
 
 
-def test_tied_heads_get_copies_of_the_output_layer_elsewhere(tmp_path: Path) -> None:
+def test_tied_heads_are_saved_with_copies_of_the_output_layer(tmp_path: Path) -> None:
     config = replace(TIED, layers=1)
     checkpoint.save(tmp_path / "ours", config, weights(config))
     assert not any("projection" in name for name in load_file(tmp_path / "ours" / "model.safetensors"))
@@ -179,7 +179,7 @@ def test_tied_heads_get_copies_of_the_output_layer_elsewhere(tmp_path: Path) -> 
     torch.testing.assert_close(there(states, nn.functional.linear), before)
 
 
-def test_the_number_of_heads_is_that_of_the_tensors(tmp_path: Path) -> None:
+def test_the_number_of_heads_comes_from_the_tensors(tmp_path: Path) -> None:
     """Published files say 2 and hold 5."""
     checkpoint.save(tmp_path, OWN, weights(OWN), layout="medusa")
     path = tmp_path / "config.json"
@@ -206,13 +206,13 @@ def test_a_missing_tensor_is_named(tmp_path: Path, name: str) -> None:
         checkpoint.heads(tmp_path, output(), torch.float32)
 
 
-def test_a_whole_head_that_is_missing_is_named() -> None:
+def test_a_missing_head_is_named() -> None:
     shapes = {name: shape for name, shape in OWN.shapes().items() if not name.startswith("heads.1.")}
     with pytest.raises(MissingWeightsError, match="expected 3 Medusa heads, got none with number 1"):
         checkpoint.survey(shapes, vocab_size=9)
 
 
-def test_damage_is_named(tmp_path: Path) -> None:
+def test_damaged_head_files_are_rejected(tmp_path: Path) -> None:
     named = weights(OWN)
     for change, error, said in (
         ({"heads.0.blocks.0.bias": torch.full((6,), float("nan"))}, WeightValueError, "contains NaN"),
@@ -256,8 +256,8 @@ def test_damage_is_named(tmp_path: Path) -> None:
         ("medusa", "medusa_lm_head.safetensors"),
     ],
 )
-def test_heads_are_not_written_where_others_are_read_first(tmp_path: Path, layout: str, stale: str) -> None:
-    """What is written is what is read afterwards."""
+def test_heads_are_not_written_next_to_a_file_that_is_read_first(tmp_path: Path, layout: str, stale: str) -> None:
+    """Saved heads are equal after loading."""
     (tmp_path / stale).touch()
     with pytest.raises(ConfigurationError, match=f"expected a folder without other heads, got {stale}"):
         checkpoint.save(tmp_path, OWN, weights(OWN), layout=layout)
@@ -268,7 +268,7 @@ def test_heads_are_not_written_where_others_are_read_first(tmp_path: Path, layou
         assert all(torch.equal(found[name], x) for name, x in weights(OWN, seed=seed).items())
 
 
-def test_settings_of_heads_that_are_not_understood_are_refused(tmp_path: Path) -> None:
+def test_unknown_head_settings_are_rejected(tmp_path: Path) -> None:
     """The rest of the file may be the target's own, whose keys are not the heads'."""
     checkpoint.save(tmp_path, OWN, weights(OWN), layout="medusa")
     path = tmp_path / "config.json"
@@ -295,7 +295,7 @@ def test_a_pickle_with_code_in_it_is_not_run(tmp_path: Path) -> None:
         checkpoint.load(tmp_path, vocab_size=9)
 
 
-def test_heads_of_another_target_are_refused() -> None:
+def test_heads_of_another_target_are_rejected() -> None:
     with pytest.raises(WeightShapeError, match="trained for it"):
         Heads(replace(OWN, vocab_size=10), output(), torch.float32)
     for wrong in ({"heads": 0}, {"layers": -1}, {"hidden_size": 0}):

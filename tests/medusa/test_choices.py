@@ -19,7 +19,7 @@ def seen_by(row: list[int]) -> set[int]:
     return {column for column, mark in enumerate(row) if mark}
 
 
-def test_the_tables_of_a_small_tree() -> None:
+def test_tables_of_a_small_tree_are_right() -> None:
     made = tree_buffers(SMALL)
     assert made.tree_indices == [0, 1, 2, 11, 12, 11, 21]
     assert made.position_ids == [0, 1, 1, 2, 2, 2, 3]
@@ -42,7 +42,7 @@ def test_the_tables_of_a_small_tree() -> None:
         ("zephyr_stage2", 209, 32, (44, 5), 63, [10, 27, 23, 3]),
     ],
 )
-def test_the_tables_of_the_published_trees(
+def test_tables_of_the_published_trees_are_right(
     name: str, marks: int, largest: int, paths: tuple[int, int], gaps: int, levels: list[int]
 ) -> None:
     """Figures of Medusa's own function, run on its own nine trees of 63 choices."""
@@ -78,13 +78,13 @@ def test_tables_agree_with_the_tree_of_parents(choices: list[list[int]]) -> None
 
 
 @given(choice_trees(), st.randoms())
-def test_the_order_that_choices_are_given_in_does_not_matter(choices: list[list[int]], random: object) -> None:
+def test_the_order_of_choices_does_not_matter(choices: list[list[int]], random: object) -> None:
     shuffled = list(choices)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
     assert Choices.of(shuffled) == Choices.of(choices)
 
 
-def test_a_chain_is_a_chain() -> None:
+def test_chain_choices_make_a_chain() -> None:
     assert tree.is_chain(Choices.chain(4).parents)
     assert Choices.of([[0, 0], [0]]) == Choices.chain(2)
 
@@ -103,12 +103,12 @@ def test_a_chain_is_a_chain() -> None:
         ([3], "as a choice"),
     ],
 )
-def test_what_is_no_tree_is_refused(choices: list[object], said: str) -> None:
+def test_invalid_choices_are_rejected(choices: list[object], said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
         Choices.of(choices)  # type: ignore[arg-type]
 
 
-def test_a_tree_deeper_than_the_heads_or_wider_than_the_table_is_refused() -> None:
+def test_a_tree_deeper_or_wider_than_the_heads_is_rejected() -> None:
     tall = Choices.of(MC_SIM_7B_63)
     tall.check(heads=4, top=10)
     with pytest.raises(ConfigurationError, match="depth of at most 3, the number of heads, got 4"):
@@ -119,7 +119,7 @@ def test_a_tree_deeper_than_the_heads_or_wider_than_the_table_is_refused() -> No
         tree_buffers([[0], [10]])
 
 
-def test_files_of_choices(tmp_path: Path) -> None:
+def test_files_of_choices_are_read(tmp_path: Path) -> None:
     own, file = Choices.of(SMALL), tmp_path / "tree.json"
     own.write(file)
     assert Choices.read(file) == own

@@ -38,9 +38,7 @@ TREES: dict[str, list[list[int]] | None] = {
 
 
 @pytest.mark.parametrize(("tree", "setting"), list(zip(TREES, [*SETTINGS, "cool"], strict=True)))
-def test_the_tokens_are_those_of_plain_decoding(
-    workshop: Workshop, heads_folder: Path, tree: str, setting: str
-) -> None:
+def test_medusa_changes_no_token(workshop: Workshop, heads_folder: Path, tree: str, setting: str) -> None:
     """With trained heads, so that paths of a tree are accepted too; random ones are in tests/contract."""
     target = workshop.decoder()
     drafter = MedusaDrafter.from_pretrained(heads_folder, target, draft_tree=TREES[tree])
@@ -53,7 +51,7 @@ SHIPPED = {file.stem: json.loads(file.read_text()) for file in (PYCODE / "medusa
 
 
 @pytest.mark.parametrize("tree", [*PUBLISHED, *SHIPPED])
-def test_whole_trees_of_every_source(workshop: Workshop, tree: str) -> None:
+def test_trees_of_every_source_keep_the_tokens(workshop: Workshop, tree: str) -> None:
     """Medusa's own nine and those of the demo's heads."""
     target = workshop.decoder()
     choices = Choices.of({**PUBLISHED, **SHIPPED}[tree])
@@ -66,7 +64,7 @@ def test_whole_trees_of_every_source(workshop: Workshop, tree: str) -> None:
         assert result.statistics.num_draft_tokens
 
 
-def test_fused_or_not_the_same_is_drafted(workshop: Workshop, heads_folder: Path) -> None:
+def test_fused_and_separate_graphs_propose_the_same(workshop: Workshop, heads_folder: Path) -> None:
     target, setting = workshop.decoder(), "hot and cut"
     made = [
         run(
@@ -79,7 +77,7 @@ def test_fused_or_not_the_same_is_drafted(workshop: Workshop, heads_folder: Path
     assert made[0].statistics.num_accepted_tokens_per_pos == made[1].statistics.num_accepted_tokens_per_pos
 
 
-def test_what_is_no_tree_is_refused_before_heads_are_read(workshop: Workshop, tmp_path: Path) -> None:
+def test_an_invalid_tree_is_rejected_before_heads_are_read(workshop: Workshop, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="got 5"):
         MedusaDrafter.from_pretrained(tmp_path / "none", workshop.decoder(), draft_tree=5)  # type: ignore[arg-type]
 
@@ -105,7 +103,7 @@ def test_a_round_is_one_graph(workshop: Workshop, heads_folder: Path) -> None:
 
 
 class Recorder(Around):
-    """A drafter around a drafter, outside the target's graph, that notes what is proposed behind which text."""
+    """A drafter around a drafter, outside the target's graph, that records what is proposed after which text."""
 
     def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
         made = self.inner.propose(commit, sampling, bounds)
@@ -113,9 +111,7 @@ class Recorder(Around):
         return made
 
 
-def test_what_is_proposed_are_the_best_tokens_of_the_heads_at_the_right_state(
-    workshop: Workshop, heads_folder: Path
-) -> None:
+def test_proposals_are_the_heads_top_tokens_at_the_last_committed_state(workshop: Workshop, heads_folder: Path) -> None:
     """Against the heads on states of transformers' forward over the finished text."""
     target = workshop.decoder(slots=1)
     inner = MedusaDrafter.from_pretrained(heads_folder, target)
@@ -132,7 +128,7 @@ def test_what_is_proposed_are_the_best_tokens_of_the_heads_at_the_right_state(
 
 
 def test_a_sampled_round_ranks_with_the_target_s_noise(workshop: Workshop, heads_folder: Path) -> None:
-    """Coupled: over many seeds more is accepted than if the heads' best tokens alone were proposed."""
+    """Coupled: over many seeds more is accepted than if only the heads' best tokens were proposed."""
     target = workshop.decoder()
 
     class Blind(MedusaDrafter):
@@ -149,7 +145,7 @@ def test_a_sampled_round_ranks_with_the_target_s_noise(workshop: Workshop, heads
     assert taken[0] > taken[1]
 
 
-def test_typical_acceptance_is_greedy_at_0_and_says_that_it_is_lossy(
+def test_typical_acceptance_is_greedy_at_0_and_labelled_lossy(
     workshop: Workshop, heads_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     target = workshop.decoder()
@@ -175,7 +171,7 @@ def test_typical_acceptance_is_greedy_at_0_and_says_that_it_is_lossy(
         run(generator, {"repetition_penalty": 1.2})
 
 
-def test_it_is_a_drafter_that_can_be_fused(workshop: Workshop, heads_folder: Path) -> None:
+def test_the_medusa_drafter_can_be_fused(workshop: Workshop, heads_folder: Path) -> None:
     drafter = MedusaDrafter.from_pretrained(heads_folder, workshop.decoder())
     assert isinstance(drafter, TraceableDrafter)
     other = MedusaDrafter.from_pretrained(heads_folder, workshop.decoder(), draft_tree=[[0]])
@@ -189,7 +185,7 @@ def test_it_is_a_drafter_that_can_be_fused(workshop: Workshop, heads_folder: Pat
     assert not any(p.requires_grad for p in drafter.step(1, "full").parameters())
 
 
-def test_trees_and_targets_that_do_not_fit_are_refused(workshop: Workshop, heads_folder: Path) -> None:
+def test_mismatched_trees_and_targets_are_rejected(workshop: Workshop, heads_folder: Path) -> None:
     target = workshop.decoder()
     with pytest.raises(ConfigurationError, match="a depth of at most 3"):
         MedusaDrafter.from_pretrained(heads_folder, target, draft_tree=MC_SIM_7B_63)

@@ -20,9 +20,9 @@ def ints(*rows: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.01])
-def test_two_trees_of_six_rows_in_one_batch(temperature: float) -> None:
+def test_two_golden_trees_in_one_batch_are_accepted_as_published(temperature: float) -> None:
     """SGLang's test of its tree verification: candidates 0 to 5 and 7 to 12, a node's children given as next_token and
-    the chain of next_sibling behind it; the target says 3 -> 4 -> 5 and 11 -> 12, and 18 everywhere else.
+    the chain of next_sibling after it; the target says 3 -> 4 -> 5 and 11 -> 12, and 18 everywhere else.
     """
     following = ([1, 2, -1, 4, 5, -1], [4, 2, 3, -1, 5, -1])
     siblings = ([-1, 3, -1, -1, -1, -1], [-1, -1, -1, -1, 1, -1])
@@ -55,7 +55,7 @@ def parents_of(following: list[int], siblings: list[int]) -> list[int]:
     [({0: 31}, [31]), ({0: 11, 1: 15}, [11, 15, 105]), ({0: 11, 1: 14, 4: 20}, [11, 14, 20, 110])],
     ids=["nothing", "a path", "the longest path"],
 )
-def test_three_walks_of_a_static_tree(planted: dict[int, int], expected: list[int]) -> None:
+def test_a_static_tree_is_accepted_as_in_the_golden_cases(planted: dict[int, int], expected: list[int]) -> None:
     """TensorRT-LLM's test of static trees: drafts 11 to 22, and the target says 100 + row where nothing is planted."""
     tree = Choices.of([[0], [1], [2], [0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [2, 0], [0, 0, 0], [0, 1, 1], [1, 0, 0]])
     proposal = Proposal(ints(list(range(11, 23))), tree.parents)
@@ -65,10 +65,10 @@ def test_three_walks_of_a_static_tree(planted: dict[int, int], expected: list[in
 
 
 @pytest.mark.parametrize("children", [[0, 1, 2], [3, 1], [4], [2, 4, 0, 3]])
-def test_siblings_are_tried_without_a_change_of_the_law(children: list[int]) -> None:
-    """At a node with the probabilities (.3, .25, .2, .15, .1) any fixed children, each with some of its own, leave them
-    and those behind them, as rejection in turn with renormalising would. Without renormalising it would be
-    (.435, .287, .088, .145, .045), which the same test refuses.
+def test_trying_siblings_keeps_the_distribution(children: list[int]) -> None:
+    """At a node with the probabilities (.3, .25, .2, .15, .1) any fixed children, each with its children, leave them
+    and those after them, as rejection in turn with renormalising would. Without renormalising it would be (.435, .287,
+    .088, .145, .045), which the same test refuses.
     """
     count, p = 20_000, torch.tensor([0.3, 0.25, 0.2, 0.15, 0.1]).double()
     after = torch.softmax(torch.randn(5, 5, generator=torch.Generator().manual_seed(0)).double(), -1)

@@ -28,7 +28,7 @@ TINY = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The model alone; and with heads, in the published configuration with small sizes, as two pickles."""
+    """The model without heads; and with heads, in the published configuration with small sizes, as two pickles."""
     config: dict[str, Any] = json.loads(PUBLISHED.read_text())["config"] | TINY
     alone, whole = tmp_path_factory.mktemp("alone"), tmp_path_factory.mktemp("whole")
     torch.manual_seed(4)
@@ -52,7 +52,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("asked", [{}, {"do_sample": True, "temperature": 0.8, "seed": 3}])
-def test_it_is_the_model_alone_and_drafts_for_itself(folders: tuple[Path, Path], asked: dict[str, Any]) -> None:
+def test_a_medusa2_folder_decodes_plainly_and_drafts_for_itself(
+    folders: tuple[Path, Path], asked: dict[str, Any]
+) -> None:
     alone, whole = (AutoDecoder.from_pretrained(folder, backend="eager", amp="f32") for folder in folders)
     wishes: dict[str, Any] = {"max_new_tokens": 40, **asked}
     expected = alone.sample([[5, 6, 7]], **wishes)
@@ -77,7 +79,7 @@ def test_the_command_takes_one_folder_for_both(folders: tuple[Path, Path], tmp_p
     assert made[1]["statistics"]["num_draft_tokens"] > 0
 
 
-def test_other_surplus_tensors_are_still_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
+def test_other_surplus_tensors_are_rejected(folders: tuple[Path, Path], tmp_path: Path) -> None:
     for file in folders[0].iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     tensors = load_file(tmp_path / "model.safetensors") | {"medusa_mystery.weight": torch.zeros(2)}

@@ -18,7 +18,7 @@ HIDDEN, VOCABULARY = 6, 9
 
 
 def folder(tmp_path: Path, name: str) -> Path:
-    """The published config.json beside five random heads by the names of the published pickle."""
+    """The published config.json with five random heads by the names of the published pickle."""
     found: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text())
     assert found["source"] and found["looked_up"] and is_medusa_config(found["config"])
     (tmp_path / "config.json").write_text(json.dumps(found["config"]))
@@ -31,11 +31,11 @@ def folder(tmp_path: Path, name: str) -> Path:
     return tmp_path
 
 
-def test_the_heads_of_vicuna_are_five_whatever_their_file_says(tmp_path: Path) -> None:
+def test_vicuna_has_five_heads_despite_its_configuration(tmp_path: Path) -> None:
     found = checkpoint.load(folder(tmp_path, "medusa-vicuna-7b"), vocab_size=VOCABULARY).config
     assert (found.heads, found.layers, found.tied, found.base) == (5, 1, False, "lmsys/vicuna-7b-v1.3")
 
 
-def test_heads_in_vllm_s_own_layout_are_refused(tmp_path: Path) -> None:
+def test_heads_in_vllms_layout_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(UnknownArchitectureError, match="which is not supported; use the checkpoint that it was"):
         checkpoint.load(folder(tmp_path, "vllm-medusa"), vocab_size=VOCABULARY)

@@ -23,7 +23,7 @@ rank_tables = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size
 
 @settings(max_examples=25)
 @given(rank_tables, st.integers(1, 5))
-def test_no_tree_of_the_size_is_better(ranks: list[tuple[int, int]], nodes: int) -> None:
+def test_the_found_tree_is_the_best_of_its_size(ranks: list[tuple[int, int]], nodes: int) -> None:
     places = search.by_places(torch.tensor(ranks), top=3)
     if not sum(places(())):
         with pytest.raises(ConfigurationError, match="train the heads"):
@@ -37,7 +37,7 @@ def test_no_tree_of_the_size_is_better(ranks: list[tuple[int, int]], nodes: int)
 
 
 @given(rank_tables)
-def test_the_expectation_is_the_mean_length_of_the_longest_path_that_is_right(ranks: list[tuple[int, int]]) -> None:
+def test_expected_length_is_the_mean_longest_correct_path(ranks: list[tuple[int, int]]) -> None:
     tree = Choices.of([[0], [1], [0, 0], [0, 2], [1, 1]])
     lengths = [
         max((n for n in (1, 2) if row[:n] in tree.paths), default=0) if row[:1] in tree.paths else 0 for row in ranks
@@ -46,7 +46,7 @@ def test_the_expectation_is_the_mean_length_of_the_longest_path_that_is_right(ra
     assert search.expected(tree, places) == pytest.approx(sum(lengths) / len(ranks))
 
 
-def test_heads_that_are_right_together_are_not_taken_for_independent() -> None:
+def test_correlated_heads_are_not_treated_as_independent() -> None:
     ranks = torch.tensor([[0, 0], [0, 0], [1, 1], [1, 1]])
     together, apart = search.by_places(ranks, top=2), search.by_heads([[0.5, 1.0], [0.5, 1.0]])
     assert together((0,)) == [0.5, 0.0]
@@ -55,13 +55,13 @@ def test_heads_that_are_right_together_are_not_taken_for_independent() -> None:
     assert search.best(together, 4).tau == 3.0
 
 
-def test_the_geometric_law_of_one_accuracy() -> None:
+def test_equal_accuracies_give_the_geometric_sum() -> None:
     found = search.best(search.by_heads([[0.8], [0.8], [0.8], [0.8]]), 4)
     assert found.choices == Choices.chain(4)
     assert found.tau == pytest.approx((1 - 0.8**5) / (1 - 0.8))
 
 
-def test_a_tree_has_no_node_without_a_chance() -> None:
+def test_a_tree_has_no_node_of_probability_zero() -> None:
     ranks = torch.tensor([[0, 3], [3, 0]])
     assert search.best(search.by_places(ranks, top=3), 9).choices == Choices.of([[0]])
     with pytest.raises(ConfigurationError, match="nodes: expected at least 1, got"):

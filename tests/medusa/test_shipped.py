@@ -23,7 +23,7 @@ def prompts() -> list[list[int]]:
     return shipped.prompts(slice(3, 5))
 
 
-def test_every_tree_fits_and_has_the_nodes_that_its_name_says() -> None:
+def test_every_shipped_tree_fits_and_has_the_nodes_of_its_name() -> None:
     files = sorted(HEADS.glob("tree-*.json"))
     assert files
     for file in files:
@@ -34,7 +34,9 @@ def test_every_tree_fits_and_has_the_nodes_that_its_name_says() -> None:
 
 
 @pytest.mark.parametrize("setting", [{}, {"do_sample": True, "temperature": 1.0, "seed": 2}], ids=["greedy", "sampled"])
-def test_they_change_no_token(target: SamplingDecoder, prompts: list[list[int]], setting: dict[str, object]) -> None:
+def test_shipped_medusa_heads_change_no_token(
+    target: SamplingDecoder, prompts: list[list[int]], setting: dict[str, object]
+) -> None:
     drafter = MedusaDrafter.from_pretrained(HEADS, target, draft_tree=HEADS / "tree-8.json")
     result = run(SpeculativeGenerator(drafter, target), setting, prompts=prompts, new=24)
     assert texts(result) == plain(target, setting, prompts=prompts, new=24)

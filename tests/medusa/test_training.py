@@ -61,8 +61,8 @@ def losses(folder: Path) -> list[list[float]]:
     return [json.loads(line)["loss"] for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
-def test_states_are_those_that_predict_the_next_token(target: FrozenTarget, states: Path) -> None:
-    """In greedy text the output layer puts the next token first at every place behind the prompt."""
+def test_training_states_predict_the_next_token(target: FrozenTarget, states: Path) -> None:
+    """In greedy text the output layer puts the next token first at every place after the prompt."""
     kept = read_features(states / "measure")
     assert sum(map(len, kept)) == PLAN.eval_samples
     for part in kept:
@@ -82,7 +82,7 @@ def test_gathering_again_computes_nothing(target: FrozenTarget, states: Path, mo
 
 @pytest.mark.parametrize("loss_target", ["target", "text"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_training_lowers_the_loss_and_leaves_the_target_alone(
+def test_training_lowers_the_loss_and_keeps_the_target_unchanged(
     target: FrozenTarget, states: Path, tmp_path: Path, tied: bool, loss_target: str
 ) -> None:
     before = target.output.detach().clone()
@@ -96,7 +96,7 @@ def test_training_lowers_the_loss_and_leaves_the_target_alone(
 
 
 @pytest.mark.parametrize("loss_target", ["target", "text"])
-def test_losses_of_frequent_ids_alone_teach_those_ids(
+def test_losses_over_frequent_ids_train_those_ids(
     target: FrozenTarget, states: Path, tmp_path: Path, loss_target: str
 ) -> None:
     options = MedusaTraining(batch_size=4, loss_target=loss_target)
@@ -125,7 +125,7 @@ def test_losses_of_frequent_ids_alone_teach_those_ids(
         trained(target, states, tmp_path / "own", replace(options, loss_vocab_size=8), replace(CONFIG, tied=False))
 
 
-def test_a_run_that_is_taken_up_again_ends_the_same(target: FrozenTarget, states: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_ends_in_the_same_weights(target: FrozenTarget, states: Path, tmp_path: Path) -> None:
     options = MedusaTraining(epochs=2, batch_size=4)
     whole = trained(target, states, tmp_path / "whole", options)
     assert whole.run(silent)
@@ -149,7 +149,7 @@ def test_a_run_that_is_taken_up_again_ends_the_same(target: FrozenTarget, states
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
-def test_a_run_with_other_options_is_not_taken_up(target: FrozenTarget, states: Path, tmp_path: Path) -> None:
+def test_a_run_with_other_options_is_not_resumed(target: FrozenTarget, states: Path, tmp_path: Path) -> None:
     trained(target, states, tmp_path, MedusaTraining(epochs=0.1)).run(silent)
     with pytest.raises(ConfigurationError, match=r"expected a run with learning_rate 0.001, got 0.01"):
         trained(target, states, tmp_path, MedusaTraining(epochs=0.1, learning_rate=1e-2))
@@ -158,7 +158,7 @@ def test_a_run_with_other_options_is_not_taken_up(target: FrozenTarget, states: 
     assert not trained(target, states, tmp_path / "stopped", MedusaTraining(max_minutes=0.0)).run(silent)
 
 
-def test_a_run_that_diverges_is_no_result(target: FrozenTarget, states: Path, tmp_path: Path) -> None:
+def test_a_diverging_run_gives_no_result(target: FrozenTarget, states: Path, tmp_path: Path) -> None:
     """Heads of NaN were written, and counted as right everywhere."""
     options = MedusaTraining(epochs=4, batch_size=2, learning_rate=1e36)
     with pytest.raises(ConfigurationError, match="has diverged"):
@@ -174,9 +174,7 @@ def test_a_run_that_diverges_is_no_result(target: FrozenTarget, states: Path, tm
     assert found.top() == [[0.0] * search.TOP] * 2
 
 
-def test_other_data_are_not_taken_for_those_of_the_run_before(
-    target: FrozenTarget, states: Path, tmp_path: Path
-) -> None:
+def test_resuming_with_other_data_is_rejected(target: FrozenTarget, states: Path, tmp_path: Path) -> None:
     other = train.gather(target, stream(1), PLAN, work=states.parent, report=quiet)
     assert other != states and train.gather(target, stream(), PLAN, work=states.parent, report=quiet) == states
     texts = [read_features(folder / "train")[0].tokens for folder in (states, other)]
@@ -187,7 +185,7 @@ def test_other_data_are_not_taken_for_those_of_the_run_before(
         trained(target, other, tmp_path, options)
 
 
-def test_ranks_are_counted_place_by_place(target: FrozenTarget, states: Path) -> None:
+def test_token_ranks_are_counted_by_position(target: FrozenTarget, states: Path) -> None:
     """Against one place at a time, in plain Python."""
     torch.manual_seed(3)
     heads = fresh(CONFIG, target.output)
@@ -211,7 +209,7 @@ def test_ranks_are_counted_place_by_place(target: FrozenTarget, states: Path) ->
     assert all(a <= b for row in top for a, b in pairwise(row))
 
 
-def test_the_whole_way_from_tokens_to_a_folder(target: FrozenTarget, states: Path, tmp_path: Path) -> None:
+def test_tokens_are_trained_into_a_folder_of_heads(target: FrozenTarget, states: Path, tmp_path: Path) -> None:
     options = MedusaTraining(epochs=4, batch_size=4, learning_rate=3e-3)
     found = train.train(
         target, CONFIG, options, states=states, work=tmp_path, out=tmp_path, prompt=PLAN.prompt, report=quiet
@@ -224,7 +222,7 @@ def test_the_whole_way_from_tokens_to_a_folder(target: FrozenTarget, states: Pat
     assert measured.top()[0][9] == pytest.approx(found.top()[0][9], abs=0.05)  # bfloat16 on the way
 
 
-def test_what_cannot_be_trained_is_refused(workshop: Workshop, target: FrozenTarget, tmp_path: Path) -> None:
+def test_invalid_training_options_are_rejected(workshop: Workshop, target: FrozenTarget, tmp_path: Path) -> None:
     nan, inf = float("nan"), float("inf")
     for wrong in (
         {"loss_target": "soft"}, {"precision": "f16"}, {"epochs": 0}, {"epochs": nan}, {"epochs": inf},

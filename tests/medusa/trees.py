@@ -1,4 +1,4 @@
-"""Trees that several tests of Medusa use; no tests in here."""
+"""Trees that several tests of Medusa use; no tests."""
 
 from __future__ import annotations
 

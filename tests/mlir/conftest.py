@@ -1,4 +1,4 @@
-"""These tests need torch_mlir, which has an environment of its own (`make test-xla`); elsewhere none is collected."""
+"""These tests need torch_mlir, which has a separate environment (`make test-xla`); without it none is collected."""
 
 from __future__ import annotations
 

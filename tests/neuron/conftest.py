@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def forget() -> None:
-    """What the end of a process does to the SDK."""
+    """Reset of the SDK, as by the end of a process."""
     backend.chip.cache_clear()
     runtime = sys.modules.get("torch_neuronx")
     if runtime is not None:
@@ -46,7 +46,7 @@ def forget() -> None:
 
 
 def load(workshop: Workshop, role: str = "target", *, backend: str = "neuron", slots: Any = 2, **more: Any) -> Any:
-    """A decoder of its own, which says nothing about its graphs."""
+    """A separate decoder, which prints nothing about its graphs."""
     made = fresh(workshop.checkpoint(role), backend=backend, batch_size=slots, **more)
     made.on_graph = lambda _event: None
     return made
@@ -81,7 +81,7 @@ def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Install
 
 @pytest.fixture
 def runtime(install: Install) -> Callable[[], ModuleType]:
-    """The stand-in's torch_neuronx, after it was imported by the backend. The check of the noise has passed there."""
+    """The fake torch_neuronx, imported by the backend. The check of the noise has passed."""
     install()
     noise_record.write(neuron_sdk.find(), outcome=True)
     return lambda: sys.modules["torch_neuronx"].RUNTIME

@@ -1,4 +1,4 @@
-"""Whole rounds of one slot over a vocabulary of 128,256 ids, tiny otherwise, to count over; no tests in here.
+"""Whole rounds of one slot over a vocabulary of 128,256 ids, tiny otherwise, to count over; no tests.
 
 All sizes but the vocabulary's are so small that nothing of a layer is as large as a rank's part of a row of logits.
 """
@@ -106,7 +106,7 @@ def medusa_round(degree: int, kind: SamplingKind, choices: Choices) -> nn.Module
 
 
 def inputs(step: nn.Module, depth: int) -> tuple[Tensor, ...]:
-    """Of a round whose proposals are ``depth`` deep; features of as many numbers as its head reads."""
+    """Inputs of a round whose proposals are ``depth`` deep, with the features that its head reads."""
     one = torch.ones(1, dtype=torch.int32)
     commit = (torch.ones(1, depth + 1, dtype=torch.int32), one, one)
     round_ = (*commit, one, torch.zeros(1, 4), torch.zeros(1, 4, dtype=torch.int32))

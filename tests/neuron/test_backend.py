@@ -48,7 +48,7 @@ def pair(workshop: Workshop, backend: str, slots: int = 2, *, amp: str = "f32") 
 
 @dataclass
 class Traffic:
-    """What crossed between host and device in a round.
+    """Bytes that crossed between host and device in a round.
 
     calls    graph, bytes in, bytes out
     fetched  bytes of states the host read, where no graph came in meanwhile (for that all states go home and back)
@@ -60,7 +60,7 @@ class Traffic:
 
 @pytest.fixture
 def rounds(monkeypatch: pytest.MonkeyPatch, runtime: Runtime) -> list[Traffic]:
-    """Of every fused round on the stand-in from here on."""
+    """Record every fused round on the fake SDK from this call on."""
     found: list[Traffic] = []
     original = CompiledVerifier.fused
 
@@ -79,7 +79,7 @@ def rounds(monkeypatch: pytest.MonkeyPatch, runtime: Runtime) -> list[Traffic]:
 
 
 def check_rounds(rounds: list[Traffic], *, most: int) -> None:
-    """One call, so many bytes out at most, and no other look at the device."""
+    """A round is one call with at most ``size`` bytes of results, and no other access to the device."""
     assert rounds
     assert {len(one.calls) for one in rounds} == {1}
     assert max(one.calls[0][2] for one in rounds) == most
@@ -107,7 +107,7 @@ def test_fused_rounds_give_the_tokens_of_eager_decoding_with_one_call_and_few_by
 
 
 @pytest.mark.parametrize("heads", SMALL)
-def test_features_stay_on_the_device(
+def test_hidden_states_stay_on_the_device(
     workshop: Workshop, runtime: Runtime, tmp_path: Path, heads: str, rounds: list[Traffic]
 ) -> None:
     """A round of heads is one call too, with no more bytes out; its drafts are those of eager, so the features are."""
@@ -128,14 +128,14 @@ def test_features_stay_on_the_device(
     assert sum(call[1] > features for one in rounds for call in one.calls) <= 3 < len(rounds)
 
 
-def test_two_steps_and_plain_decoding(workshop: Workshop, runtime: Runtime) -> None:
+def test_separate_steps_and_plain_decoding_keep_the_tokens(workshop: Workshop, runtime: Runtime) -> None:
     wanted = pair(workshop, "eager")[1].sample(PROMPTS, **ASKED).tolist()
     draft, target = pair(workshop, "neuron")
     assert SpeculativeGenerator(draft, target, k=2, fused=False).sample(PROMPTS, **ASKED).tolist() == wanted
     assert target.sample(PROMPTS, **ASKED).tolist() == wanted
 
 
-def test_weights_of_16_bits_are_multiplied_as_they_are(workshop: Workshop, runtime: Runtime) -> None:
+def test_bf16_weights_are_not_widened(workshop: Workshop, runtime: Runtime) -> None:
     """By torch_xla's dot with float32 sums; what a fused round chooses is what a plain one chooses."""
     draft, target = pair(workshop, "neuron", amp="bf16")
     plain = target.sample(PROMPTS, max_new_tokens=8).tolist()
@@ -144,7 +144,7 @@ def test_weights_of_16_bits_are_multiplied_as_they_are(workshop: Workshop, runti
 
 
 @pytest.mark.parametrize("family", ["gemma2", "mixtral", "neox"])
-def test_other_families(runtime: Runtime, tmp_path: Path, family: str) -> None:
+def test_other_families_keep_the_tokens_on_neuron(runtime: Runtime, tmp_path: Path, family: str) -> None:
     """Capped scores and sliding windows, experts, and gelu: the greedy text of eager, drafted or not."""
     folder = save_pair(tmp_path, family)[1]
     asked = {"max_new_tokens": 10}
@@ -154,7 +154,7 @@ def test_other_families(runtime: Runtime, tmp_path: Path, family: str) -> None:
     assert SpeculativeGenerator("ngram", target, k=2).sample(PROMPTS, **asked).tolist() == wanted
 
 
-def test_trees_and_what_they_keep(workshop: Workshop, runtime: Runtime) -> None:
+def test_trees_keep_the_tokens_and_compact_the_cache(workshop: Workshop, runtime: Runtime) -> None:
     target = pair(workshop, "neuron", slots=4)[1]
     plain = target.sample(FOUR, max_new_tokens=20, return_dict=True)
     texts = [row[:length].tolist() for row, length in zip(plain.sequences, plain.lengths, strict=True)]
@@ -163,7 +163,7 @@ def test_trees_and_what_they_keep(workshop: Workshop, runtime: Runtime) -> None:
     assert made.statistics.tau > 1.3
 
 
-def test_compiled_graphs_are_found_again_shipped_and_reused(
+def test_compiled_graphs_are_cached_saved_and_reused(
     workshop: Workshop, runtime: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = pair(workshop, "neuron")[1]
@@ -191,7 +191,7 @@ def test_compiled_graphs_are_found_again_shipped_and_reused(
 
 
 @pytest.mark.parametrize("form", ["fp8_e4m3", "int8"])
-def test_quantised_weights_have_the_tokens_of_eager(workshop: Workshop, runtime: Runtime, form: str) -> None:
+def test_quantised_weights_give_the_tokens_of_eager(workshop: Workshop, runtime: Runtime, form: str) -> None:
     """A draft model and its target; graphs that hold e4m3, and no others, are compiled with the flag for it."""
     found = []
     for backend in ("eager", "neuron"):
@@ -202,12 +202,12 @@ def test_quantised_weights_have_the_tokens_of_eager(workshop: Workshop, runtime:
     assert {"fp8e4m3fn-as-fp8e4m3" in flags for flags in runtime().compiled} == {form == "fp8_e4m3"}
 
 
-def test_the_runtime_finds_its_environment_set(workshop: Workshop, runtime: Runtime) -> None:
+def test_the_environment_is_set_before_the_runtime_starts(workshop: Workshop, runtime: Runtime) -> None:
     pair(workshop, "neuron")
     assert (runtime().timeout, runtime().rounding) == ("60", "0")
 
 
-def test_inputs_that_lie_in_memory_in_another_order(install: Any) -> None:
+def test_inputs_in_another_memory_layout_are_accepted(install: Any) -> None:
     class Flat(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -234,10 +234,12 @@ def test_a_graph_that_breaks_a_rule_is_refused_before_the_compiler_sees_it(insta
 
 
 @pytest.mark.parametrize(("line", "refused"), [(BREAKING["sort"], True), (BREAKING["unlisted"], False)])
-def test_what_the_sdk_traced_is_looked_at_too(
+def test_the_hlo_of_the_sdk_is_linted_too(
     install: Any, monkeypatch: pytest.MonkeyPatch, line: object, refused: bool
 ) -> None:
-    """What our own graph does not show: the module has an operator more. One that nothing refuses is only told."""
+    """Faults that our own graph does not show: the module has an operator more. One that no list forbids is only
+    logged.
+    """
 
     class Doubling(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
@@ -257,8 +259,8 @@ def test_what_the_sdk_traced_is_looked_at_too(
 
 
 @pytest.mark.parametrize("gqa", ["replicated-heads", "all-gather-heads"])
-def test_a_divided_model_on_several_cores(workshop: Workshop, runtime: Runtime, gqa: str) -> None:
-    """The steps of all ranks are one graph, with weights and states of their own. One layout of heads drafts too."""
+def test_a_tensor_parallel_model_keeps_the_tokens(workshop: Workshop, runtime: Runtime, gqa: str) -> None:
+    """The steps of all ranks are one graph, with separate weights and states. One layout of heads drafts too."""
     asked = {**ASKED, "max_new_tokens": 10}  # the stand-in interprets every operation of every rank
     wanted = pair(workshop, "eager")[1].sample(PROMPTS, **asked).tolist()
     roles = ("draft", "target") if gqa == "all-gather-heads" else ("target",)
@@ -272,7 +274,7 @@ def test_a_divided_model_on_several_cores(workshop: Workshop, runtime: Runtime, 
         fresh(workshop.checkpoint(), backend="neuron")
 
 
-def test_a_divided_eagle_head_has_weights_and_caches_of_its_own_on_every_core(
+def test_a_sharded_eagle_head_has_separate_weights_and_caches_per_core(
     workshop: Workshop, runtime: Runtime, tmp_path: Path
 ) -> None:
     """Two cores, each with its heads and its part of the ids that can be drafted, which have gaps."""
@@ -286,7 +288,7 @@ def test_a_divided_eagle_head_has_weights_and_caches_of_its_own_on_every_core(
     assert found[0] == found[1]
 
 
-def test_degrees_the_chip_does_not_take_are_refused_before_anything_is_read(
+def test_degrees_the_chip_lacks_are_rejected_before_anything_is_read(
     workshop: Workshop, install: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(target="trn1")
@@ -300,7 +302,7 @@ MODES = ("model, fused", "eagle 3, chain")
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_tokens_are_those_of_eager(
+def test_neuron_tokens_equal_eager(
     workshop: Workshop,
     runtime: Callable[[], ModuleType],
     tmp_path: Path,
@@ -319,7 +321,7 @@ def test_tokens_are_those_of_eager(
 def test_by_default_a_pair_has_few_graphs(
     workshop: Workshop, runtime: Callable[[], ModuleType], slots: int, most: int
 ) -> None:
-    """Each takes minutes to compile; as many as on a CPU would be 44 and 112 at 4,096 positions."""
+    """Each graph takes minutes to compile; a CPU would have 44 and 112 at 4,096 positions."""
     defaults = decoder_options(LoadOptions(backend="neuron", batch_size=slots), 4096)
     assert defaults.kv_buckets == (1024, 4096) and defaults.batch_buckets == ((4, 16) if slots == 16 else (1,))
     assert len(decoder_options(LoadOptions(batch_size=slots), 4096).kv_buckets) == 6
@@ -345,7 +347,9 @@ def test_compiling_ahead_makes_the_graphs_of_every_bucket(
     assert [graph.key for graph, _ in made.target.graphs()] == before
 
 
-def test_each_graph_is_timed_and_expected(workshop: Workshop, install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_selftest_reports_measured_and_expected_times(
+    workshop: Workshop, install: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     install()
     decoder = load(workshop)
     decoder.sample([[3, 1, 4]], max_new_tokens=1)

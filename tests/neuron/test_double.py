@@ -1,4 +1,4 @@
-"""The stand-in enforces what the SDK's documents demand: each rule is broken here once, and it says so.
+"""The fake enforces what the SDK's documents demand: each test breaks one rule, and the fake reports it.
 
 Without this a test on the stand-in would show little: what it lets through counts as right.
 """
@@ -95,7 +95,7 @@ def look(_module: Step, x: Tensor) -> Tensor:
         (look, r"tracing tensor|data-dependent"),
     ],
 )
-def test_what_a_step_may_not_do(sdk: Any, function: Any, words: str) -> None:
+def test_forbidden_operations_of_a_step_raise(sdk: Any, function: Any, words: str) -> None:
     functions = sdk("neuronx_distributed.trace.functions")
     with pytest.raises(RuntimeError, match=words):
         functions.trace(Step(function), kwargs={"x": torch.ones(2)})
@@ -114,14 +114,14 @@ def test_a_signature_names_its_inputs(sdk: Any) -> None:
     ("flags", "words"),
     [("--auto-cast=none", "no --target"), ("--target=inf1", "no --target"), ("--target=trn1 --lnc=2", "NCC_EARG001")],
 )
-def test_flags_the_compiler_refuses(sdk: Any, tmp_path: Path, flags: str, words: str) -> None:
+def test_unknown_compiler_flags_are_rejected(sdk: Any, tmp_path: Path, flags: str, words: str) -> None:
     functions = sdk("neuronx_distributed.trace.functions")
     traced = functions.trace(Step(count), kwargs={"x": torch.ones(2)})
     with pytest.raises(RuntimeError, match=words):
         functions.compile(traced.hlo, traced.metaneff, str(tmp_path), flags)
 
 
-def test_a_type_the_compiler_refuses_without_its_flag(sdk: Any, tmp_path: Path) -> None:
+def test_a_type_needs_its_compiler_flag(sdk: Any, tmp_path: Path) -> None:
     """Its error NCC_EVRF051, whose page names the flag."""
     functions = sdk("neuronx_distributed.trace.functions")
 
@@ -184,7 +184,7 @@ def test_shapes_and_types_are_frozen_and_a_state_stays(maker: Maker) -> None:
         model.set_weights([{}])
 
 
-def test_graphs_of_one_model(maker: Maker) -> None:
+def test_graphs_of_one_model_share_weights_and_state(maker: Maker) -> None:
     first, second = maker.traced(Step(count), x=torch.ones(2)), maker.traced(Step(count), x=torch.ones(2))
     maker.model.add("a", *first)
     with pytest.raises(AssertionError, match="layout type"):
@@ -202,7 +202,7 @@ def test_graphs_of_one_model(maker: Maker) -> None:
     assert model(torch.ones(2), model_name="a")[0].tolist() == [3.0, 3.0], "they share the state"
 
 
-def test_every_weight_must_be_there_as_it_was_traced(maker: Maker) -> None:
+def test_every_traced_weight_is_required(maker: Maker) -> None:
     maker.model.add("a", *maker.traced(Step(count), x=torch.ones(2)))
     maker.model.set_weights([{}])
     with pytest.raises(RuntimeError, match="weight is not there"):
@@ -213,13 +213,13 @@ def test_every_weight_must_be_there_as_it_was_traced(maker: Maker) -> None:
 
 
 @pytest.mark.parametrize("cores", ["3,5,6", "5,4", "7-4"])
-def test_cores_lie_side_by_side(sdk: Any, cores: str) -> None:
+def test_cores_are_contiguous(sdk: Any, cores: str) -> None:
     with pytest.raises((RuntimeError, IndexError), match=r"not contiguous|range"):
         sdk("torch_neuronx", cores=cores)
 
 
 @pytest.mark.parametrize(("target", "good", "bad"), [("inf2", 4, 16), ("trn1", 8, 4), ("trn2", 16, 24)])
-def test_degrees_are_those_of_the_chip_and_of_what_the_process_sees(sdk: Any, target: str, good: int, bad: int) -> None:
+def test_degrees_are_limited_by_the_chip_and_the_visible_cores(sdk: Any, target: str, good: int, bad: int) -> None:
     runtime = sdk("torch_neuronx", cores="0-31", target=target).RUNTIME
     with pytest.raises(RuntimeError, match="Unsupported topology"):
         runtime.reserve(bad)
@@ -232,7 +232,7 @@ def test_degrees_are_those_of_the_chip_and_of_what_the_process_sees(sdk: Any, ta
 ELSEWHERE = "import torch_neuronx; torch_neuronx.RUNTIME.reserve(2); print(len(torch_neuronx.RUNTIME.locks))"
 
 
-def test_a_core_belongs_to_one_process_and_is_numbered_from_the_process_s_first(sdk: Any) -> None:
+def test_a_core_has_one_process_and_is_numbered_from_its_first(sdk: Any) -> None:
     """Cores 0 and 1 of this process are 4 and 5 of the machine: another process may have 6 and 7, and not 5 and 6."""
     sdk("torch_neuronx").RUNTIME.reserve(2)
     said = []

@@ -36,7 +36,7 @@ def exported(model: Path, folder: Path, *asked: str) -> Any:
     return json.loads((folder / "manifest.json").read_text())
 
 
-def test_graphs_of_a_pair_are_written_with_what_they_should_cost(tmp_path: Path) -> None:
+def test_graphs_of_a_pair_are_exported_with_their_costs(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(fields("Llama-3.2-1B")))
     folder = tmp_path / "graphs"
     asked = ["--max-layers", "1", "--tp-degree", "8", "--instance", "inf2.48xlarge"]
@@ -55,7 +55,7 @@ def test_graphs_of_a_pair_are_written_with_what_they_should_cost(tmp_path: Path)
         assert done_here.returncode == 2 and "in an environment with torch_xla" in done_here.stderr
 
 
-def test_torchneuron_is_given_each_graph_as_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_graph_is_exported_as_a_module_for_torchneuron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another compiler of `torch.compile` stands in for it; it sees the variables of a machine without a chip."""
     small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 512, "head_dim": 2}
     (tmp_path / "config.json").write_text(json.dumps(fields("Llama-3.2-1B") | small))

@@ -47,7 +47,7 @@ def rows(kind: SamplingKind, size: int, spread: float, seed: int) -> tuple[Tenso
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("size", "spread"), [(5, 1.0), (100, 4.0), (300, 0.1), (1000, 1.0), (8000, 0.3), (8000, 4.0)])
-def test_tokens_are_those_of_the_law(kind: SamplingKind, size: int, spread: float) -> None:
+def test_graph_samples_equal_the_reference(kind: SamplingKind, size: int, spread: float) -> None:
     for seed in range(6):
         logits, positions, sampling = rows(kind, size, spread, seed)
         expected = probs.sample_tokens(logits, positions, sampling)
@@ -62,7 +62,7 @@ def test_tokens_are_those_of_the_law(kind: SamplingKind, size: int, spread: floa
         )  # of one token at a border
 
 
-def test_a_wider_kind_gives_every_row_the_tokens_it_would_have_alone() -> None:
+def test_a_wider_sampling_mode_keeps_every_rows_tokens() -> None:
     requests = [Sampling(), Sampling(0.8, 40, 0.9, seed=1), Sampling(1.2, 0, 0.7, seed=2), Sampling(1.0, 700, seed=3)]
     logits = torch.randn(4, 5, 3000, generator=torch.Generator().manual_seed(1)) * 2
     positions = torch.arange(20, dtype=torch.int32).view(4, 5)
@@ -75,7 +75,7 @@ def test_a_wider_kind_gives_every_row_the_tokens_it_would_have_alone() -> None:
             assert torch.equal(together[row : row + 1], alone)
 
 
-def test_equals_stand_together_whatever_their_order() -> None:
+def test_ties_are_kept_together_in_any_order() -> None:
     logits = torch.tensor([[[1.0, 2.0, 1.0, 1.0, 0.0, 2.0]]]).expand(1, 400, 6).contiguous()
     positions = torch.arange(400, dtype=torch.int32).unsqueeze(0)
     for request, allowed in ((Sampling(1.0, 3, seed=1), {0, 1, 2, 3, 5}), (Sampling(1.0, 0, 0.5, seed=1), {1, 5})):
@@ -84,7 +84,7 @@ def test_equals_stand_together_whatever_their_order() -> None:
             assert set(KERNELS.sample_tokens(logits, positions, sampling)[0].tolist()) == allowed
 
 
-def test_a_wide_nucleus_is_drawn_from_as_a_whole() -> None:
+def test_a_wide_nucleus_is_sampled_completely() -> None:
     """The nucleus of a half is some 1,750 of 4,000 ids, far more than are listed or are candidates."""
     logits = torch.linspace(0.5, 0, 4000).view(1, 1, -1).expand(1, 3000, -1).contiguous()
     positions = torch.arange(3000, dtype=torch.int32).unsqueeze(0)
@@ -103,14 +103,14 @@ class WaitingError(Exception):
 
 
 class Ranks:
-    """Ranks that take turns: each begins anew until all have sent what it needs."""
+    """Ranks that take turns: each starts again until all have sent what it needs."""
 
     def __init__(self, degree: int) -> None:
         self.degree, self._rank, self._next = degree, 0, 0
         self._sent: list[dict[int, Tensor]] = []  # of every collective, by rank
 
     def run(self, work: Callable[[int], tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
-        """What every rank returns."""
+        """Results of every rank."""
         found: dict[int, tuple[Tensor, ...]] = {}
         while len(found) < self.degree:
             for rank in set(range(self.degree)) - set(found):
@@ -134,7 +134,7 @@ class Ranks:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_divided_vocabulary_gives_the_same_choices_in_the_same_order(kind: SamplingKind) -> None:
+def test_a_sharded_vocabulary_gives_the_same_samples(kind: SamplingKind) -> None:
     """Also where the last of four ranks has ids that are none."""
     for size, count in ((30, 10), (1001, 7)):
         logits, positions, sampling = rows(kind, size, 1.5, size)
@@ -158,7 +158,7 @@ def test_a_divided_vocabulary_gives_the_same_choices_in_the_same_order(kind: Sam
 
 
 class Step(nn.Module):
-    """What a graph does with rows of logits: choose, or rank."""
+    """Operation of a graph on rows of logits: choose, or rank."""
 
     def __init__(self, kind: SamplingKind, count: int = 0) -> None:
         super().__init__()

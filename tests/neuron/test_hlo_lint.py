@@ -109,7 +109,7 @@ def test_a_line_that_breaks_a_rule_is_found(rule: str) -> None:
     ],
     ids=lambda one: one.opcode,
 )
-def test_what_looks_like_a_breach_and_is_none(fine: object) -> None:
+def test_valid_lines_similar_to_violations_pass(fine: object) -> None:
     assert found(fine) == []
 
 
@@ -124,7 +124,7 @@ def test_what_looks_like_a_breach_and_is_none(fine: object) -> None:
         (constant(f32s=(3.4e38,), bf16s=b"\x7f\x7f", f16s=b"\xff\x7b"), ""),  # the largest of each
     ],
 )
-def test_constants_say_whether_they_are_finite(literal: SimpleNamespace, said: str) -> None:
+def test_constants_are_checked_for_infinity(literal: SimpleNamespace, said: str) -> None:
     module = module_of(proto(line("c", "constant", shape(F32, 2), literal=literal)))
     (made,) = (one for one in module.instructions if one.name == "c.20")
     assert made.constant == said

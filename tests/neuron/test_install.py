@@ -54,7 +54,7 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def resolved(index: Path, python: str, *wanted: str) -> dict[str, str] | str:
-    """What pip would install for a Python, by name; its message if it finds nothing."""
+    """Packages that pip would install for a Python, by name; its message if it finds nothing."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--isolated", "install", "--dry-run"]
     command += ["--ignore-installed", "--no-index", "--find-links", str(index), "--python-version", python]
     command += ["--only-binary", ":all:", "--target", str(index / "nowhere"), *wanted]
@@ -73,13 +73,13 @@ SDK_33 = {"torch-neuronx": "2.13.3.0", "neuronx-cc": "2.28.7631.0", "nki": "0.7.
     ("extra", "python", "wanted"),
     [("neuron", "3.11", SDK_31), ("neuron", "3.12", SDK_31), ("neuron-native", "3.12", SDK_33)],
 )
-def test_an_extra_is_one_sdk(index: Path, extra: str, python: str, wanted: dict[str, str]) -> None:
+def test_every_extra_pins_one_sdk(index: Path, extra: str, python: str, wanted: dict[str, str]) -> None:
     found = resolved(index, python, f"paceline[{extra}]")
     assert isinstance(found, dict), found
     assert wanted.items() <= found.items() and found["torch"].startswith("2.9." if extra == "neuron" else "2.13.")
 
 
-def test_a_python_that_the_sdk_has_no_packages_for_finds_none(index: Path) -> None:
+def test_an_unsupported_python_finds_no_sdk_packages(index: Path) -> None:
     assert "No matching distribution found for torch-neuronx" in resolved(index, "3.10", "paceline[neuron]")
     assert "No matching distribution found for torch-neuronx" in resolved(index, "3.11", "paceline[neuron-native]")
 

@@ -54,7 +54,7 @@ def made(name: str, own: list[nn.Parameter], state: Tensor) -> Graph:
     return Graph(GraphKey(name), Products(own, state), (X,), {"graph": name})
 
 
-def test_prepared_graphs_compile_side_by_side_and_load_once(
+def test_prepared_graphs_compile_in_parallel_and_load_once(
     install: Any, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chip, "_MAX_COMPILERS", 3)
@@ -76,7 +76,7 @@ def test_prepared_graphs_compile_side_by_side_and_load_once(
     assert len(runtime().loads) == loads
 
 
-def test_a_later_graph_is_initialised_alone_with_the_weights_where_they_are(install: Any, runtime: Runtime) -> None:
+def test_a_later_graph_loads_without_reloading_weights(install: Any, runtime: Runtime) -> None:
     backend, own, state = neuron.NeuronBackend(), weights(3), torch.zeros(1)
     first = backend.compile(made("one", own[:2], state), print)
     assert first(X)[1].item() == 1
@@ -91,7 +91,7 @@ def test_a_later_graph_is_initialised_alone_with_the_weights_where_they_are(inst
     assert first(X)[1].item() == 4
 
 
-def test_a_graph_that_the_compiler_or_the_device_refuses_is_dropped(
+def test_a_graph_rejected_by_compiler_or_device_is_dropped(
     install: Any, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend, own, state = neuron.NeuronBackend(), weights(1), torch.zeros(1)
@@ -114,7 +114,7 @@ def test_a_graph_that_the_compiler_or_the_device_refuses_is_dropped(
     assert [steps[name](X)[1].item() for name in ("good", "better", "good")] == [1, 2, 3]
 
 
-def test_a_graph_of_a_preparation_that_was_broken_off_is_compiled_at_its_call(
+def test_a_graph_of_an_interrupted_warmup_is_compiled_at_its_call(
     install: Any, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend, steps = neuron.NeuronBackend(), []
@@ -126,7 +126,7 @@ def test_a_graph_of_a_preparation_that_was_broken_off_is_compiled_at_its_call(
     assert steps[0](X)[1].item() == 1 and len(runtime().compiled) == 1
 
 
-def test_more_than_a_core_holds_is_refused(install: Any, runtime: Runtime) -> None:
+def test_more_than_a_cores_memory_is_rejected(install: Any, runtime: Runtime) -> None:
     backend, own, state = neuron.NeuronBackend(), weights(2), torch.zeros(1)
     assert runtime().capacity == 16 * 2**30
     runtime().capacity = 2 * 64 + 4
@@ -161,7 +161,7 @@ class Scale(nn.Module):
 
 
 class Cache:
-    """One cache folder for several processes, each with a compiler of its own and another machine around it."""
+    """One cache folder for several processes, each with a separate compiler and another machine."""
 
     def __init__(self, site: Path, patch: pytest.MonkeyPatch) -> None:
         self._site, self._patch = site, patch
@@ -193,7 +193,7 @@ def cache(install: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cach
     return Cache(tmp_path / "site", monkeypatch)
 
 
-def test_the_key_holds_versions_chip_flags_and_the_graph(cache: Cache) -> None:
+def test_the_cache_key_covers_versions_chip_flags_and_graph(cache: Cache) -> None:
     changes: list[dict[str, Any]] = [
         {},
         {"neuronx_cc": "2.24.5133.0"},
@@ -213,7 +213,7 @@ def test_the_key_holds_versions_chip_flags_and_the_graph(cache: Cache) -> None:
     assert "--lnc=2" in flags[0][0] and "--lnc=1" in flags[7][0] and "--target=inf2" in flags[5][0]
 
 
-def test_another_process_that_traces_in_another_order_finds_every_graph(workshop: Workshop, runtime: Any) -> None:
+def test_the_cache_key_does_not_depend_on_trace_order(workshop: Workshop, runtime: Any) -> None:
     tokens, row, said, seen = torch.ones(2, 3, dtype=torch.int32), torch.zeros(2, dtype=torch.int32), [], 0
     for order in (1, -1):
         decoder = fresh(workshop.checkpoint(), backend="neuron", amp="f32", batch_size=2)

@@ -53,7 +53,7 @@ def body(workshop: Workshop) -> ModelWithCache:
     return made
 
 
-def test_all_ranks_of_a_divided_model_have_the_same_graph(workshop: Workshop) -> None:
+def test_all_ranks_have_the_same_graph(workshop: Workshop) -> None:
     """An accelerator is given one graph; what differs between ranks are weights and buffers."""
     decoder, graphs = workshop.decoder(), []
     for rank in (0, 3):
@@ -80,7 +80,7 @@ def copies(step: nn.Module, lowered: Lowered) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in state_of(step, lowered).items()}
 
 
-def test_a_lowered_step_computes_what_the_step_computes_and_changes_the_same_caches(made: Made) -> None:
+def test_a_lowered_step_equals_the_step_and_writes_the_same_caches(made: Made) -> None:
     name, step, lowered = made
     for seed in (2, 3, 4):
         given = inputs(name, seed)
@@ -96,11 +96,11 @@ def test_a_lowered_step_computes_what_the_step_computes_and_changes_the_same_cac
             torch.testing.assert_close(value, after[n], rtol=0, atol=1e-4 if "head" in n else 0)
 
 
-def test_no_finding(made: Made) -> None:
+def test_lowered_graphs_have_no_lint_finding(made: Made) -> None:
     assert graph_lint.lint(made[2]) == []
 
 
-def test_other_values_give_the_same_graph(body: ModelWithCache) -> None:
+def test_other_input_values_give_the_same_graph(body: ModelWithCache) -> None:
     for name in ("prefill", "window"):
         step = STEPS[name](body, 128)
         texts = {str(lower(name, step, inputs(name, seed)).graph.code) for seed in (5, 6)}
@@ -120,9 +120,7 @@ def test_every_row_number_is_in_range_at_the_ends_of_a_cache(made: Made, row: in
 
 
 @pytest.mark.parametrize(("name", "rows"), [("prefill", [0, 64 - 16]), ("window, tree", [0, 64 - 3, 63, 64, 127, 140])])
-def test_rows_are_in_range_at_the_ends_of_a_smaller_bucket_too(
-    body: ModelWithCache, name: str, rows: list[int]
-) -> None:
+def test_rows_are_in_range_at_the_ends_of_a_smaller_bucket(body: ModelWithCache, name: str, rows: list[int]) -> None:
     """A chunk of a prompt never crosses a border; a slot without a request may name any row."""
     step = STEPS[name](body, 64)
     lowered = lower(name, step, inputs(name, 1))
@@ -135,7 +133,7 @@ def test_rows_are_in_range_at_the_ends_of_a_smaller_bucket_too(
 @pytest.mark.parametrize("at", [-1, 2])
 @pytest.mark.parametrize("operation", ["index_select", "embedding", "index_put"])
 def test_an_index_out_of_range_is_found(operation: str, at: int) -> None:
-    """A graph that takes its row from its input, one before the first row and one behind the last."""
+    """A graph that takes its row from its input, one before the first row and one after the last."""
 
     def chosen(module: nn.Module, x: Tensor) -> Tensor:
         state, row = module.get_buffer("state"), x[0, :1].to(torch.int32)
@@ -211,7 +209,7 @@ BREAKING: dict[str, tuple[Any, str]] = {
 }
 
 
-def test_a_graph_neither_holds_its_state_nor_writes_into_it() -> None:
+def test_a_graph_takes_and_returns_its_state() -> None:
     lowered = lower("fine", Broken(lambda _m, x: x + 1), (torch.randn(2, 4),))
     assert graph_lint.lint(lowered) == []
     graph = lowered.graph.graph
@@ -224,7 +222,7 @@ def test_a_graph_neither_holds_its_state_nor_writes_into_it() -> None:
 
 
 @pytest.mark.parametrize("case", BREAKING)
-def test_every_rule_finds_what_breaks_it(case: str) -> None:
+def test_every_rule_finds_a_violation(case: str) -> None:
     function, rule = BREAKING[case]
     lowered = lower(case, Broken(function), (torch.randn(2, 4),))
     assert rule in {finding.rule for finding in graph_lint.lint(lowered)}
@@ -238,7 +236,7 @@ def test_every_rule_finds_what_breaks_it(case: str) -> None:
         lambda _m, x: x[:, torch.tensor([0, 1])],
     ],
 )
-def test_what_depends_on_values_or_indexes_in_other_ways_is_refused(function: Any) -> None:
+def test_value_dependent_steps_are_rejected(function: Any) -> None:
     with pytest.raises(BackendError, match="broken: tracing failed"):
         lower("broken", Broken(function), (torch.randn(2, 4),))
 
@@ -250,13 +248,13 @@ def test_constants_made_while_tracing_are_named() -> None:
     assert graph_lint.lint(lowered) == []
 
 
-def test_one_decoder_on_both_sides_of_a_fused_round_is_refused_with_the_remedy(body: ModelWithCache) -> None:
+def test_one_decoder_as_draft_and_target_of_a_fused_round_is_rejected(body: ModelWithCache) -> None:
     both = FusedStep(draft(body, 128, drawn=False), verify(body, 128))
     with pytest.raises(BackendError, match="load it twice, or pass fused=False"):
         lower("fused", both, inputs("fused", 1))
 
 
-def test_the_bits_of_a_float_are_the_machine_s() -> None:
+def test_float_bits_equal_the_machines() -> None:
     generator = torch.Generator().manual_seed(0)
     word = torch.randint(-(1 << 31), 1 << 31, (200_000,), generator=generator, dtype=torch.int64).to(torch.int32)
     numbers = word.view(torch.float32)
@@ -269,7 +267,7 @@ def test_the_bits_of_a_float_are_the_machine_s() -> None:
     assert lowering.view_as(small, torch.int32).tolist() == [0, 0, 0]
 
 
-def test_a_shift_rounds_down() -> None:
+def test_a_right_shift_rounds_down() -> None:
     word = torch.tensor([-5, -1, 0, 7, -(1 << 31), (1 << 31) - 1], dtype=torch.int32)
     for by in (1, 3, 12, 16, 31):
         assert torch.equal(lowering.shift_right(word, by), word >> by)
@@ -282,7 +280,7 @@ def test_a_running_count_is_exact(size: int) -> None:
     assert torch.equal(lowering.cumsum(marks, 0), marks.cumsum(0))
 
 
-def test_gathering_takes_the_leading_part_like_the_original() -> None:
+def test_gather_takes_the_leading_part_like_pytorch() -> None:
     x = torch.randn(3, 5, 7)
     for dim, index in (
         (1, torch.randint(0, 5, (2, 4, 6))),
@@ -305,7 +303,7 @@ def test_rows_are_selected_as_by_an_index() -> None:
         lowering.view_as(table.double(), torch.int32)
 
 
-def test_the_noise_is_the_same_bits_through_the_rewritten_operations() -> None:
+def test_noise_is_bitwise_identical_in_lowered_graphs() -> None:
     """All of it, over every kind of position and key."""
     keys = torch.tensor([seed_row(1), seed_row(-7)], dtype=torch.int32)
     positions = torch.tensor([[0, 1, 4095], [77, 1 << 20, 3]], dtype=torch.int32)
@@ -319,7 +317,7 @@ def test_the_noise_is_the_same_bits_through_the_rewritten_operations() -> None:
     assert torch.equal(found, noise.gumbel(keys, positions, 1000, traced=True))
 
 
-def test_functions_of_families_are_near_the_originals() -> None:
+def test_lowered_activations_are_near_pytorchs() -> None:
     x = torch.cat((torch.linspace(-12, 12, 100_001), torch.tensor([0.0, -0.0, 1e-30, -1e-30, 80.0, -80.0])))
     for kind in ("none", "tanh"):
         wanted = torch.nn.functional.gelu(x.double(), approximate=kind)
@@ -343,7 +341,7 @@ def step(workshop: Workshop, kernels: TraceableKernels) -> WindowStep:
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
-def test_products_round_what_is_multiplied_and_not_the_sum(kind: torch.dtype) -> None:
+def test_matmuls_round_their_inputs_and_not_the_sum(kind: torch.dtype) -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(3, 2, 64), torch.randn(5, 64).to(kind)
     wanted = torch.einsum("btk,mk->btm", x.to(kind).double(), weight.double())
@@ -357,7 +355,7 @@ def test_products_round_what_is_multiplied_and_not_the_sum(kind: torch.dtype) ->
     )
 
 
-def test_no_step_of_16_bit_weights_widens_them(workshop: Workshop) -> None:
+def test_steps_do_not_widen_16_bit_weights(workshop: Workshop) -> None:
     example = (torch.zeros(4, 2, dtype=torch.int32), torch.zeros(4, dtype=torch.int32))
     rules = [
         {finding.rule for finding in graph_lint.lint(lower("window", step(workshop, kernels), example))}
@@ -366,7 +364,7 @@ def test_no_step_of_16_bit_weights_widens_them(workshop: Workshop) -> None:
     assert rules == [set(), {"widened weight"}]
 
 
-def test_greedy_tokens_of_both_are_nearly_always_the_same(workshop: Workshop) -> None:
+def test_lowered_and_eager_greedy_tokens_nearly_always_agree(workshop: Workshop) -> None:
     torch.manual_seed(0)
     tokens, row = torch.randint(VOCABULARY, (4, 48), dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
     with torch.no_grad():

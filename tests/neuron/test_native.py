@@ -46,7 +46,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[Recorde
     torch._dynamo.reset()
 
 
-def test_weights_of_e4m3_reach_the_compiler_as_they_are(workshop: Workshop, recorded: Recorded) -> None:
+def test_e4m3_weights_reach_the_compiler_unchanged(workshop: Workshop, recorded: Recorded) -> None:
     found = []
     for backend in ("eager", "neuron-native"):
         target = load(workshop, backend=backend, quantization="fp8_e4m3")
@@ -56,9 +56,7 @@ def test_weights_of_e4m3_reach_the_compiler_as_they_are(workshop: Workshop, reco
     assert torch.float8_e4m3fn in types
 
 
-def test_a_fused_pair_has_the_tokens_of_eager_and_one_compilation_for_each_key(
-    workshop: Workshop, recorded: Recorded
-) -> None:
+def test_a_fused_pair_keeps_the_tokens_and_compiles_once_per_key(workshop: Workshop, recorded: Recorded) -> None:
     draft, target = (load(workshop, role, backend="neuron-native", slots=[2]) for role in ("draft", "target"))
     generator = SpeculativeGenerator(draft, target, k=1, fused=True)
     wanted = workshop.decoder(backend="eager", slots=2).sample(PROMPTS, max_new_tokens=10)
@@ -84,15 +82,15 @@ def test_a_fused_pair_has_the_tokens_of_eager_and_one_compilation_for_each_key(
         generator.sample(PROMPTS, do_sample=True, seed=1)
 
 
-def test_the_check_of_the_noise_is_what_lets_requests_sample(recorded: Recorded) -> None:
+def test_sampling_is_rejected_until_the_noise_check_passes(recorded: Recorded) -> None:
     assert make("neuron-native").sampling_refusal() is not None
     passed, seen = selftest._noise("neuron-native")
     assert passed and "recorded" in seen
     assert make("neuron-native").sampling_refusal() is None
 
 
-def test_the_graph_writes_in_place_what_the_lowered_step_gives_back(workshop: Workshop) -> None:
-    """Weights and caches of 16 bits, whose products are PyTorch's own there."""
+def test_the_graph_writes_the_lowered_steps_state_in_place(workshop: Workshop) -> None:
+    """Weights and caches of 16 bits, multiplied by PyTorch's matmuls."""
     decoder, given = workshop.decoder(backend="eager", amp="bf16"), inputs("prefill", 1)
     step = STEPS["prefill"](traceable(decoder), 128)
     lowered = lower("prefill", step, given)
@@ -107,21 +105,21 @@ def test_the_graph_writes_in_place_what_the_lowered_step_gives_back(workshop: Wo
         torch.testing.assert_close(state[name].float(), value.float(), rtol=0.05, atol=0.1)
 
 
-def test_compiling_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_only_mode_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     neuron_native.runtime.cache_clear()
     monkeypatch.setenv("TORCH_NEURONX_COMPILE_ONLY", "1")
     with pytest.raises(BackendError, match=r"TORCH_NEURONX_COMPILE_ONLY is set.*unset it \(`paceline export-hlo`"):
         make("neuron-native")
 
 
-def test_what_a_step_makes_from_nothing_is_made_on_the_device(workshop: Workshop) -> None:
+def test_new_tensors_of_a_step_are_created_on_the_device(workshop: Workshop) -> None:
     body = traceable(workshop.decoder(backend="eager"))
     lowered = lower("prefill", STEPS["prefill"](body, 128), inputs("prefill", 1))
     made = [node for node in in_place(lowered, torch.device("meta")).graph.nodes if "device" in node.kwargs]
     assert len(made) > 10 and {node.kwargs["device"] for node in made} == {torch.device("meta")}
 
 
-def test_a_divided_fused_round_is_one_graph_with_functional_collectives(workshop: Workshop) -> None:
+def test_a_tensor_parallel_fused_round_is_one_graph_with_functional_collectives(workshop: Workshop) -> None:
     """No process group is needed to trace them, and TorchNeuron lowers them by the name of their group."""
     decoder = workshop.decoder("draft", backend="eager")
     config = decoder.config
@@ -174,7 +172,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def test_a_divided_model_has_the_tokens_of_eager_and_collectives_in_whole_graphs(
+def test_a_tensor_parallel_model_keeps_the_tokens_with_collectives_in_the_graph(
     workshop: Workshop, stand_in: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One layer, decoded plainly: what a fused round adds is traced above, without other processes.
@@ -201,7 +199,7 @@ def test_a_divided_model_has_the_tokens_of_eager_and_collectives_in_whole_graphs
         decoder.close()
 
 
-def test_a_rank_has_its_own_core_of_the_process_s_range(monkeypatch: pytest.MonkeyPatch, stand_in: None) -> None:
+def test_each_rank_has_one_core_of_the_process_range(monkeypatch: pytest.MonkeyPatch, stand_in: None) -> None:
     def cores(degree: int) -> list[str | None]:
         found = [environment.rank_variables(rank, degree, 0) for rank in range(degree)]
         return [one.get("NEURON_RT_VISIBLE_CORES") for one in found]
@@ -221,7 +219,7 @@ def test_a_rank_has_its_own_core_of_the_process_s_range(monkeypatch: pytest.Monk
 
 
 def test_a_process_is_one_rank(monkeypatch: pytest.MonkeyPatch, stand_in: None) -> None:
-    """Who started it may have made it one; and TorchNeuron gives it one core."""
+    """A parent process may have set the range of cores; TorchNeuron gives each rank one core of it."""
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigurationError, match="this process is already rank 1 of 2, started by torchrun or for"):

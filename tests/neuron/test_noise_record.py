@@ -31,7 +31,7 @@ REMEDY = (
 
 @pytest.fixture
 def machine(install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine whose noise nobody has checked; what is cheap of the self-test runs on it."""
+    """A machine without a noise check; the cheap parts of the self-test run on it."""
     install()
     monkeypatch.setattr(selftest, "VOCABULARY", 40)
 
@@ -57,13 +57,13 @@ def test_sampling_is_refused_until_the_check_has_passed(workshop: Workshop, mach
     assert decoder(workshop).sample(PROMPT, **HOT).tolist() == decoder(workshop, "eager").sample(PROMPT, **HOT).tolist()
 
 
-def test_a_draft_on_neuron_is_refused_too(workshop: Workshop, machine: None) -> None:
+def test_a_draft_on_neuron_is_rejected_until_the_check_has_passed(workshop: Workshop, machine: None) -> None:
     pair = SpeculativeGenerator(decoder(workshop), decoder(workshop, "eager"), k=2, acceptor="reject")
     with pytest.raises(SamplingError, match=REMEDY):
         pair.sample(PROMPT, **HOT)
 
 
-def test_a_record_is_a_whole_file_that_names_what_it_holds_for(machine: None) -> None:
+def test_a_record_is_written_atomically_with_its_facts(machine: None) -> None:
     assert check_noise().passed
     (manifest,) = (environment.cache_root() / "neuron" / "noise").glob("*/manifest.json")
     held = json.loads(manifest.read_text())
@@ -75,7 +75,7 @@ def test_a_record_is_a_whole_file_that_names_what_it_holds_for(machine: None) ->
 
 
 @pytest.mark.parametrize("what", ["instance", "driver", "runtime", "compiler"])
-def test_a_record_of_another_machine_or_version_does_not_count(
+def test_a_record_of_another_machine_or_version_is_ignored(
     install: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str
 ) -> None:
     install()
@@ -96,9 +96,7 @@ def test_a_record_of_another_machine_or_version_does_not_count(
 
 
 @pytest.mark.parametrize("broken", ["wrong words", "raises"])
-def test_a_check_that_fails_takes_an_older_record_away(
-    machine: None, monkeypatch: pytest.MonkeyPatch, broken: str
-) -> None:
+def test_a_failed_check_removes_an_older_record(machine: None, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     assert check_noise().passed
     forget()
     original = neuron.NeuronBackend.compile
@@ -115,7 +113,7 @@ def test_a_check_that_fails_takes_an_older_record_away(
     assert not noise_record.passed(neuron_sdk.find())
 
 
-def test_a_selftest_whose_noise_fails_compares_greedy_texts(machine: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_selftest_with_failed_noise_compares_greedy_texts(machine: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selftest, "NEW", 3)
     monkeypatch.setattr(selftest, "VOCABULARY", 512)
     monkeypatch.setattr(selftest, "_noise", lambda _backend: (False, "wrong"))

@@ -46,8 +46,8 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("window", [0, 5])
 @pytest.mark.parametrize(("bucket", "row"), [(40, 13), (40, 0), (16, 0)])
 @pytest.mark.usefixtures("short")
-def test_a_chunk_attends_as_without_the_kernel(window: int, bucket: int, row: int) -> None:
-    """In a slot of three, over rows that others left behind; what is written has the same bits."""
+def test_chunk_attention_equals_attention_without_the_kernel(window: int, bucket: int, row: int) -> None:
+    """A slot of three, over rows of earlier requests; what is written has the same bits."""
     torch.manual_seed(0)
     shapes = [(1, CHUNK, heads, WIDTH) for heads in (HEADS, GROUPS, GROUPS)]
     qkv = tuple(torch.randn(shape) for shape in shapes)
@@ -82,9 +82,7 @@ def test_a_chunk_attends_as_without_the_kernel(window: int, bucket: int, row: in
         ({}, AttentionRule(slopes=torch.ones(8)), 2, "no ALiBi"),
     ],
 )
-def test_a_chunk_that_the_kernel_does_not_take_is_told(
-    change: dict[str, Any], rule: AttentionRule, cores: int, why: str
-) -> None:
+def test_an_unsupported_chunk_is_reported(change: dict[str, Any], rule: AttentionRule, cores: int, why: str) -> None:
     prompts = PromptAttention(cores=cores)
     assert prompts.takes(replace(CHUNK_256, **change), rule) == (not why)
     assert why in prompts.chosen and prompts.chosen.startswith(
@@ -92,7 +90,7 @@ def test_a_chunk_that_the_kernel_does_not_take_is_told(
     )
 
 
-def test_the_table_decides_and_the_user_may_say_no(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_selects_the_kernel_and_the_user_can_disable_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Sdk(Chip.TRN2, 29, (), 2).prompts().takes(CHUNK_256, PLAIN_ATTENTION)
     for chip, minor in ((Chip.INF2, 28), (Chip.TRN1, 28), (Chip.TRN2, 28)):
         plain = Sdk(chip, minor, (), 2).prompts()
@@ -113,7 +111,7 @@ def _prefill(workshop: Workshop, events: list[str], *, backend: str = "neuron") 
 
 
 @pytest.mark.usefixtures("short")
-def test_prompts_are_read_by_the_kernel_of_trainium2(
+def test_prefill_uses_the_kernel_on_trainium2(
     workshop: Workshop, install: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(TRN2, target="trn2")
@@ -135,14 +133,14 @@ def test_prompts_are_read_by_the_kernel_of_trainium2(
 
 
 @pytest.mark.usefixtures("short")
-def test_a_fused_round_chooses_what_plain_decoding_chooses(workshop: Workshop, install: Install) -> None:
+def test_a_fused_round_keeps_the_tokens_with_the_kernel(workshop: Workshop, install: Install) -> None:
     install(TRN2, target="trn2")
     draft, target = (load(workshop, role, amp="bf16") for role in ("draft", "target"))
     wanted = target.sample(PROMPTS, max_new_tokens=8)
     assert torch.equal(SpeculativeGenerator(draft, target, k=2).sample(PROMPTS, max_new_tokens=8), wanted)
 
 
-def test_the_stand_in_refuses_what_the_page_does_not_allow(install: Install) -> None:
+def test_the_fake_kernel_rejects_undocumented_inputs(install: Install) -> None:
     install(TRN2, target="trn2")
     call = prompt_attention.through_xla(2)
     q, k = torch.zeros(4, 16, 8).bfloat16(), torch.zeros(2, 16, 8).bfloat16()
@@ -159,7 +157,7 @@ def test_the_stand_in_refuses_what_the_page_does_not_allow(install: Install) -> 
             call(chunk, before, 0)
 
 
-def test_without_the_library_the_message_says_what_to_do(install: Install) -> None:
+def test_a_missing_library_names_the_remedy(install: Install) -> None:
     install(TRN2, target="trn2", code=False)
     q = torch.zeros(4, 16, 8).bfloat16()
     with pytest.raises(
@@ -169,7 +167,7 @@ def test_without_the_library_the_message_says_what_to_do(install: Install) -> No
 
 
 class Wrapped:
-    """What `wrap_nki` gives: its grid is iterated over (`NKIHOPCaller` of torch_neuronx/nki_hop.py, 2026-04-21)."""
+    """Result of `wrap_nki`: its grid is iterated over (`NKIHOPCaller` of torch_neuronx/nki_hop.py, 2026-04-21)."""
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
@@ -200,7 +198,7 @@ def _torch_neuronx() -> ModuleType:
 
 
 @pytest.mark.usefixtures("short")
-def test_torchneuron_calls_the_kernel_inside_of_whole_graphs(
+def test_torchneuron_calls_the_kernel_inside_full_graphs(
     workshop: Workshop, install: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install({}, target="")
@@ -224,7 +222,7 @@ def test_torchneuron_calls_the_kernel_inside_of_whole_graphs(
 
 
 @pytest.mark.usefixtures("short")
-def test_the_cost_of_a_prompt_has_no_scores_in_memory(workshop: Workshop) -> None:
+def test_the_prefill_cost_counts_no_scores_in_memory(workshop: Workshop) -> None:
     decoder, given = workshop.decoder(backend="eager", amp="bf16"), inputs("prefill", 1)
     found = []
     for prompts in (None, PromptAttention(cores=2)):

@@ -116,7 +116,7 @@ def real(install: Callable[[], None], monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 class _OnCpu:
-    """PyTorch whose zeros are the host's: the device of a rank is not there."""
+    """PyTorch whose zeros are the host's, since the device of a rank does not exist."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -127,7 +127,9 @@ class _OnCpu:
 
 
 @pytest.mark.parametrize("degree", [1, 2])
-def test_a_fused_pair_has_the_tokens_of_eager(workshop: Workshop, real: Callable[[], Any], degree: int) -> None:
+def test_a_fused_pair_keeps_the_tokens_on_the_real_library(
+    workshop: Workshop, real: Callable[[], Any], degree: int
+) -> None:
     found = []
     for backend in ("eager", "neuron"):
         cores = degree if backend == "neuron" else 1

@@ -1,4 +1,4 @@
-"""What a round costs on Neuron by its graphs at real size: budgets that a change which makes it dearer breaks."""
+"""Costs of a round on Neuron by its graphs at real size: budgets that fail if a change makes it dearer."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def setup(target: str, draft: str, **more: Any) -> RoundSetup:
 
 
 def qwen3(**more: Any) -> RoundSetup:
-    """Qwen3-8B with an EAGLE-3 head of its own sizes that drafts 32,000 ids."""
+    """Qwen3-8B with an EAGLE-3 head of separate sizes that drafts 32,000 ids."""
     sizes = fields("Llama-3-8B") | {"model_type": "qwen3", "vocab_size": 151_936, "intermediate_size": 12_288}
     sizes |= {"num_hidden_layers": 36, "rms_norm_eps": 1e-6, "rope_theta": 1e6}
     target = ModelConfig.from_fields(Fields(sizes, "Qwen3-8B"))
@@ -88,8 +88,8 @@ def test_a_round_of_llama_8b_and_1b_stays_within_its_budget() -> None:
     assert next(iter(parts)) == "target layers", "the dearest first"
 
 
-def test_a_graph_of_one_of_sixteen_slots_costs_what_a_lone_slot_does() -> None:
-    """Whatever lies in the cache beside it."""
+def test_a_graph_of_one_of_16_slots_costs_as_much_as_one_slot() -> None:
+    """Costs do not depend on other entries of the cache."""
     lone, first, every = (
         round_cost.round_cost(setup("Llama-3-8B", "Llama-3.2-1B", **more), instance("inf2.48xlarge"))
         for more in ({}, {"slots": 16, "lines": 1}, {"slots": 16})
@@ -115,7 +115,7 @@ def test_a_round_of_qwen3_8b_and_an_eagle_3_head_stays_within_its_budget() -> No
     assert whole["ideal_ms"] < 5.3 and whole["expected_ms"] < 15
 
 
-def test_a_head_may_be_whole_on_every_core() -> None:
+def test_a_head_can_be_replicated_on_every_core() -> None:
     """Small heads are: what a core is spared must be worth three collectives a token."""
     target = qwen3().target
     small = replace(eagle3(target), hidden_size=512, intermediate_size=1536, num_heads=8, num_kv_heads=8, head_dim=64)
@@ -136,7 +136,7 @@ def test_a_round_of_llama_70b_and_8b_on_24_cores_stays_within_its_budget() -> No
     assert whole["ideal_ms"] < 17 and whole["expected_ms"] < 42
 
 
-def test_a_head_is_known_by_its_configuration(tmp_path: Path) -> None:
+def test_a_head_is_recognised_by_its_configuration(tmp_path: Path) -> None:
     setup = qwen3()
     (tmp_path / "config.json").write_text(json.dumps(written(eagle3(setup.target), "paceline")))
     assert read_draft(tmp_path, setup.target) == setup.draft
@@ -151,7 +151,7 @@ def test_a_head_is_known_by_its_configuration(tmp_path: Path) -> None:
             read_draft(tmp_path, setup.target)
 
 
-def test_heads_that_24_cores_do_not_divide_are_counted_with_their_zeros() -> None:
+def test_padded_heads_on_24_cores_are_counted() -> None:
     found: Any = round_cost.round_cost(setup("Llama-3-8B", "Llama-3.2-1B", degree=24), instance("inf2.48xlarge"))
     padded = {"attention heads": [32, 48], "columns of the MLP": [14336, 14352]}
     assert found["padding"] == {"target": padded, "draft": {**padded, "columns of the MLP": [8192, 8208]}}
@@ -161,7 +161,7 @@ def test_heads_that_24_cores_do_not_divide_are_counted_with_their_zeros() -> Non
     assert found["over_limits"] == [] and whole["ideal_ms"] < 3 and whole["expected_ms"] < 17
 
 
-def test_a_widened_weight_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_widened_weight_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     class Widened(TraceableKernels):
         def linear(self, x: Tensor, weight: Tensor, count: Tensor | None = None) -> Tensor:
             return functional.linear(x, weight.float())
@@ -172,7 +172,7 @@ def test_a_widened_weight_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [one.split(":")[0] for one in found["over_limits"]] == ["widened weights"]
 
 
-def test_the_command_says_what_is_over_a_limit(tmp_path: Path) -> None:
+def test_the_command_reports_exceeded_limits(tmp_path: Path) -> None:
     for name in ("Llama-3-70B", "Llama-3.2-1B"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(fields(name)))
@@ -199,7 +199,7 @@ def test_published_decoding_is_within_a_quarter(one: chips.Published) -> None:
 
 
 def test_a_head_gains_more_than_a_draft_model_on_24_cores() -> None:
-    """Collectives are what a drafted token costs there: a model of 16 layers has 33, a head 4."""
+    """Collectives make up the cost of a drafted token: a model of 16 layers has 33, a head 4."""
     machine = instance("inf2.48xlarge")
     pair: Any = round_cost.round_cost(setup("Llama-3-8B", "Llama-3.2-1B", degree=24, k=3), machine)
     head: Any = round_cost.round_cost(qwen3(degree=24), machine)
@@ -207,7 +207,7 @@ def test_a_head_gains_more_than_a_draft_model_on_24_cores() -> None:
     assert head["round"]["expected_ms"] < 1.6 * plain["round"]["expected_ms"] < pair["round"]["expected_ms"]
 
 
-def test_what_has_no_figures_is_refused() -> None:
+def test_instances_without_figures_are_rejected() -> None:
     with pytest.raises(ConfigurationError, match=r"instance: expected one of .*, got cpu"):
         round_cost.round_cost(setup("Llama-3-8B", "Llama-3.2-1B"), instance("cpu"))
     with pytest.raises(ConfigurationError, match="got 16"):
@@ -254,7 +254,7 @@ def test_the_planner_takes_the_design_that_gains_most() -> None:
     assert {one.mode for one in others} >= {"plain", "shared cores, head replicated"}
 
 
-def test_a_plan_by_arithmetic(tmp_path: Path) -> None:
+def test_a_speed_plan_uses_computed_times(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(fields("Llama-3.2-1B")))
     asked = ["plan-speed", "--target", tmp_path, "--draft", tmp_path, "--instance", "inf2.48xlarge", "--tp-degree", "8"]
     asked += ["--max-depth", "1"]

@@ -1,4 +1,4 @@
-"""What whole rounds cost over a vocabulary of 128,256 ids, on each core of a model divided by 1 and by 8."""
+"""Costs of full rounds over a vocabulary of 128,256 ids, on each core of a model sharded by 1 and by 8."""
 
 from __future__ import annotations
 
@@ -101,14 +101,14 @@ def test_a_head_that_drafts_some_ids_looks_up_no_more_than_its_list(kind: Sampli
 
 
 @pytest.mark.parametrize(("rule", "kind"), RULES)
-def test_what_searches_rows_has_a_budget_of_its_own(rule: str, kind: SamplingKind) -> None:
+def test_rounds_that_search_rows_have_separate_budgets(rule: str, kind: SamplingKind) -> None:
     made = MAKERS[rule]() if rule in MAKERS else None
     found = cost(pair_round(1, kind, k=K, rule=made), 1)
     check(found, RULES[rule, kind], K + K + 1)
     assert found.gathered == 0
 
 
-def test_every_kind_has_a_budget() -> None:
+def test_every_sampling_mode_has_a_budget() -> None:
     assert {*BUDGETS, "wide"} == set(get_args(SamplingKind))
 
 
@@ -125,7 +125,7 @@ def lowered_cost(lowered: Lowered, width: int) -> RowCost:
 
 
 @pytest.mark.parametrize("make", [partial(pair_round, 8, "greedy", k=2), partial(eagle_round, 8, "top-k", Chain(1))])
-def test_the_lowered_graph_has_the_counts_of_the_step(make: partial[nn.Module]) -> None:
+def test_counts_of_the_lowered_graph_equal_the_steps(make: partial[nn.Module]) -> None:
     step = make()
     depth = 2 if make.func is pair_round else 1
     width = VOCABULARY // 8
@@ -135,7 +135,9 @@ def test_the_lowered_graph_has_the_counts_of_the_step(make: partial[nn.Module]) 
 
 
 class Gathering(nn.Module):
-    """What budgets forbid: a row gathered by its ids, and a whole row sent; rows of a table are no gather."""
+    """Operations that budgets forbid: a row gathered by its ids, and a full row sent. Embedding lookups do not
+    count.
+    """
 
     def __init__(self, what: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Which chip goes with which SDK, and what a user is told when they do not."""
+"""Pairs of chip and SDK, and the messages for those that do not fit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def versions(compiler: str) -> dict[str, str]:
         ("trn2", "2.24.5133.0", 29), ("trn2", "2.26.1.0", 31),
     ],
 )  # fmt: skip
-def test_what_goes_together(
+def test_supported_chip_and_sdk_pairs_are_accepted(
     install: Any, caplog: pytest.LogCaptureFixture, target: str, compiler: str, line: int
 ) -> None:
     install(versions(compiler), target=target)
@@ -42,7 +42,7 @@ def test_what_goes_together(
     ("target", "compiler"),
     [("inf2", "2.24.5133.0"), ("trn1", "2.27.5334.0"), ("trn2", "2.28.7631.0"), ("trn2", "2.22.1.0")],
 )
-def test_a_release_that_was_not_examined_is_a_warning(
+def test_an_unknown_release_causes_a_warning(
     install: Any, caplog: pytest.LogCaptureFixture, target: str, compiler: str
 ) -> None:
     install(versions(compiler), target=target)
@@ -50,13 +50,13 @@ def test_a_release_that_was_not_examined_is_a_warning(
     assert f"on {target} releases 2.28, " in caplog.text and "may work or not" in caplog.text
 
 
-def test_torchneuron_is_refused_by_the_older_backend(install: Any) -> None:
+def test_torchneuron_is_rejected_by_the_neuron_backend(install: Any) -> None:
     install({**SDK, "torch-neuronx": "2.13.3.0", "neuronx-cc": "2.28.7631.0"}, target="trn2")
     with pytest.raises(BackendError, match=r"torch-neuronx: expected 2\.9, .* got 2\.13\.3\.0; .*neuron-native"):
         neuron_sdk.find()
 
 
-def test_without_the_sdk_the_message_says_how_to_get_it(install: Any) -> None:
+def test_a_missing_sdk_names_the_remedy(install: Any) -> None:
     install({}, code=False)
     with pytest.raises(BackendError, match=r"needs neuronx-cc, which is not installed; set up the Neuron SDK"):
         backend.NeuronBackend()
@@ -98,7 +98,7 @@ def test_every_package_is_known_by_the_module_its_wheel_installs(install: Any, t
 @pytest.mark.parametrize(
     ("target", "words"), [("trn3", "TorchNeuron"), ("", "no Neuron chip"), ("inf1", "no Neuron chip")]
 )
-def test_other_chips_are_refused(install: Any, monkeypatch: pytest.MonkeyPatch, target: str, words: str) -> None:
+def test_unsupported_chips_are_rejected(install: Any, monkeypatch: pytest.MonkeyPatch, target: str, words: str) -> None:
     install(target=target)
     if not target:
         monkeypatch.delenv("NEURON_PLATFORM_TARGET_OVERRIDE", raising=False)
@@ -107,7 +107,7 @@ def test_other_chips_are_refused(install: Any, monkeypatch: pytest.MonkeyPatch, 
         neuron_sdk.find()
 
 
-def test_logical_cores(install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logical_core_settings_are_read(install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     install(target="trn2")
     assert neuron_sdk.find().logical == 2
     monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "1")
@@ -118,7 +118,7 @@ def test_logical_cores(install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
             neuron_sdk.find()
 
 
-def test_the_environment_must_be_set_before_the_import(install: Any) -> None:
+def test_the_environment_is_required_before_the_import(install: Any) -> None:
     install()
     import torch_neuronx  # noqa: F401
 
@@ -126,7 +126,7 @@ def test_the_environment_must_be_set_before_the_import(install: Any) -> None:
         backend.NeuronBackend()
 
 
-def test_flags() -> None:
+def test_compiler_flags_depend_on_the_chip() -> None:
     old, new = Sdk(Chip.INF2, 28, ("2.23", "2.9", "0.17"), 1), Sdk(Chip.TRN2, 31, ("2.26", "2.9", "0.19"), 2)
     assert "-O1" in old.flags(prompt=True) and "-O2" in old.flags(prompt=False)
     assert "--lnc" not in old.flags(prompt=True) and "--lnc=2" in new.flags(prompt=True)
@@ -135,7 +135,7 @@ def test_flags() -> None:
     assert [made.flags(prompt=False, e4m3=True).count("fp8e4m3fn-as-fp8e4m3") for made in (old, new)] == [1, 1]
 
 
-def test_the_planner_names_lines_and_degrees_that_the_backend_takes() -> None:
+def test_the_planner_uses_releases_and_degrees_of_the_backend() -> None:
     for name, machine in INSTANCES.items():
         if not machine.sdk:
             continue
@@ -145,7 +145,7 @@ def test_the_planner_names_lines_and_degrees_that_the_backend_takes() -> None:
         assert not machine.logical or machine.logical == able.logical[0]
 
 
-def test_degrees() -> None:
+def test_supported_degrees_depend_on_the_chip() -> None:
     for chip, good, bad in ((Chip.INF2, 24, 16), (Chip.TRN1, 8, 4), (Chip.TRN2, 64, 24)):
         sdk = Sdk(chip, 28, ("", "", ""), 1)
         sdk.check_degree(good)

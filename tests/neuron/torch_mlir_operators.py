@@ -1,4 +1,4 @@
-"""Operators that torch-mlir brings to StableHLO, the way of TorchNeuron's compiler (facts, as data); no tests in here.
+"""Operators that torch-mlir brings to StableHLO, the way of TorchNeuron's compiler (facts, as data); no tests.
 
 The names that lib/Conversion/TorchToStablehlo and lib/Dialect/Torch/Transforms/DecomposeComplexOps.cpp speak of, as of
 2026-08-20 (llvm/torch-mlir 0029fc2e102c). That a name stands there does not say that every form of it is taken.

@@ -1,4 +1,4 @@
-"""Drafters with a known acceptance, for the tests of the loop; no tests in here."""
+"""Drafters with a known acceptance, for the tests of the loop; no tests."""
 
 from __future__ import annotations
 

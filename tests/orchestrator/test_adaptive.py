@@ -1,4 +1,4 @@
-"""Depth chosen anew every round: the choice never changes a token. How it is made is in `test_pace`."""
+"""Draft length chosen in every round: the choice never changes a token. How it is made is in `test_pace`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROMPTS = [[1, 2, 3], [4], [5, 6, 5, 6], [7, 8]]
 
 
 class Told(DraftLengthController):
-    """Rungs as they are given; keeps what it is told."""
+    """A controller with a given sequence of draft lengths, which keeps its records."""
 
     def choose(self, deepest: int) -> int:
         return self.plan.pop(0)
@@ -35,7 +35,7 @@ class Told(DraftLengthController):
         self.heard.append((rung, seconds is not None))
 
 
-def test_the_time_of_reading_what_a_rest_has_left_is_no_rungs() -> None:
+def test_catch_up_time_is_not_counted_for_a_draft_length() -> None:
     pace = Told((0, 2))
     pace.plan, pace.heard = [2, 2, 0, 0, 2, 2, 0, 2], []
 
@@ -50,7 +50,7 @@ def test_the_time_of_reading_what_a_rest_has_left_is_no_rungs() -> None:
 
 
 @pytest.mark.parametrize("fused", [None, False])
-def test_every_rung_is_tried_with_a_draft_that_has_little_to_say(fused: bool | None) -> None:
+def test_every_draft_length_is_tried_with_a_mostly_silent_drafter(fused: bool | None) -> None:
     maker = Checked(TableDecoder(DRAFT), TableDecoder(TARGET), k=DRAFT_LENGTHS, confidence_threshold=0.9, fused=fused)
     maker.sample([[1, 2, 3]], max_new_tokens=40)
     assert set(maker.statistics.draft_lengths) == set(DRAFT_LENGTHS)
@@ -84,7 +84,7 @@ class Random(Checked):
 @pytest.mark.parametrize("fused", [None, False])
 @pytest.mark.parametrize("heat", [{}, {"do_sample": True, "seed": 4}])
 @pytest.mark.parametrize(("acceptor", "exact"), [("match", True), ("match", False), ("reject", True)])
-def test_rungs_at_random_leave_no_gap_and_change_no_token(
+def test_random_draft_lengths_leave_no_cache_gap_and_change_no_token(
     acceptor: str, exact: bool, heat: dict, fused: bool | None
 ) -> None:
     """Not exact: depth 0 takes several plain steps in one graph."""
@@ -101,7 +101,7 @@ def test_rungs_at_random_leave_no_gap_and_change_no_token(
     assert done.statistics.num_accepted_tokens == done.statistics.num_draft_tokens > 0
 
 
-def test_a_commit_too_wide_for_a_rung_is_two_commits() -> None:
+def test_a_commit_too_wide_for_a_draft_length_is_split() -> None:
     tokens = torch.tensor([[1, 2, 3, 4, 5], [6, 7, PAD, PAD, PAD]], dtype=torch.int32)
     whole = Commit(tokens, torch.tensor([5, 2], dtype=torch.int32), torch.tensor([10, 20], dtype=torch.int32))
     early, last = fitted(whole, 3)
@@ -118,7 +118,7 @@ def test_a_commit_too_wide_for_a_rung_is_two_commits() -> None:
         assert made.tokens.is_contiguous()
 
 
-def test_a_ladder_takes_the_graphs_of_its_depths_and_makes_them_ahead(workshop: Workshop) -> None:
+def test_an_adaptive_length_builds_the_graphs_of_its_lengths_ahead(workshop: Workshop) -> None:
     """Those that a generator of one depth has, and a rest: each drafter reads commits as wide as its own."""
     draft, target = workshop.pair(backend="eager")
     target = target.sibling()  # with graphs of its own
@@ -134,7 +134,7 @@ def test_a_ladder_takes_the_graphs_of_its_depths_and_makes_them_ahead(workshop: 
 
 @pytest.mark.parametrize("heat", [{}, {"do_sample": True, "seed": 4, "top_p": 0.9}])
 @pytest.mark.parametrize("k", [1, 3, 7])
-def test_several_plain_steps_in_one_graph_are_plain_decoding(k: int, heat: dict) -> None:
+def test_several_plain_steps_in_one_graph_equal_plain_decoding(k: int, heat: dict) -> None:
     own = {"slots": 2, "kv_buckets": (32, 64)}
     call = {"max_new_tokens": 45, "eos_token_id": [3], "pad_token_id": 0, **heat}
     plain = TableDecoder(TARGET, **own).sample(PROMPTS, **call)
@@ -153,7 +153,7 @@ class Rests(DraftLengthController):
         return 0
 
 
-def test_a_rest_takes_several_plain_steps_at_once_unless_a_text_has_no_room_for_them() -> None:
+def test_pauses_run_several_plain_steps_unless_the_context_is_full() -> None:
     own = {"slots": 2, "kv_buckets": (32, 64)}
     plain = TableDecoder(TARGET, **own).sample(PROMPTS, max_new_tokens=41)
 
@@ -169,7 +169,7 @@ def test_a_rest_takes_several_plain_steps_at_once_unless_a_text_has_no_room_for_
     assert max(len(event.tokens) for event in events) == 1
 
 
-def test_the_controller_is_that_of_as_many_requests_as_are_seated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_controller_is_selected_by_the_batch_fill(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
 
     def at(controllers: Pace, seated: int) -> DraftLengthController:
@@ -186,7 +186,7 @@ def test_the_controller_is_that_of_as_many_requests_as_are_seated(monkeypatch: p
         assert set(seen) >= {1, len(prompts)} and max(seen) == len(prompts)
 
 
-def test_a_request_may_do_without_drafts() -> None:
+def test_a_request_can_disable_drafting() -> None:
     maker = Checked(TableDecoder(DRAFT, slots=2), TableDecoder(TARGET, slots=2), k=3)
     plain = TableDecoder(TARGET, slots=2).sample(PROMPTS, max_new_tokens=30)
     assert torch.equal(maker.sample(PROMPTS, max_new_tokens=30, use_speculation=[True, False, True, False]), plain)
@@ -197,7 +197,7 @@ def test_a_request_may_do_without_drafts() -> None:
         maker.sample(PROMPTS, max_new_tokens=30, use_speculation=[True, False])
 
 
-def test_why_a_round_is_in_two_graphs_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_reason_for_separate_graphs_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     """Draft and target share a graph by themselves; a processor on the host keeps them apart."""
     for asked, said in (({}, False), ({"repetition_penalty": 1.2}, True), ({"output_scores": True}, True)):
         maker = Checked(TableDecoder(DRAFT), TableDecoder(TARGET), k=3)
@@ -208,7 +208,7 @@ def test_why_a_round_is_in_two_graphs_is_said(caplog: pytest.LogCaptureFixture) 
 
 
 @pytest.mark.parametrize("fused", [None, False])
-def test_a_draft_in_doubt_stops(fused: bool | None) -> None:
+def test_an_unconfident_draft_stops_early(fused: bool | None) -> None:
     plain = TableDecoder(TARGET, slots=2).sample(PROMPTS, max_new_tokens=30)
     drafted, rates = [], []
     for confidence in (0.0, 0.5, 0.9, 1.0):

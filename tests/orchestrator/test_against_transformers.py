@@ -1,4 +1,4 @@
-"""A tiny network decoded here and by transformers, as an independent judge of caches and scores."""
+"""A tiny network decoded by Paceline and by transformers, as an independent judge of caches and scores."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def folders(judge: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.mark.parametrize("asked", [{}, SAMPLED], ids=["greedy", "sampled"])
-def test_the_cache_after_accepted_and_rejected_drafts_is_that_of_the_text(
+def test_the_cache_after_drafts_equals_that_of_the_text(
     folders: tuple[Path, Path], judge: LlamaForCausalLM, asked: dict[str, object]
 ) -> None:
     """Every row of both caches, by the logits that a last token gets from them."""
@@ -51,7 +51,7 @@ def test_the_cache_after_accepted_and_rejected_drafts_is_that_of_the_text(
         torch.testing.assert_close(got[0, 0], exact[at], atol=2e-4, rtol=1e-4)
 
 
-def test_the_draft_s_cache_is_that_of_the_text_too(folders: tuple[Path, Path]) -> None:
+def test_the_drafts_cache_equals_that_of_the_text(folders: tuple[Path, Path]) -> None:
     draft = load(folders[1])
     done = run(SpeculativeGenerator(draft, load(folders[0]), k=4), PROMPTS[:1], max_new_tokens=40, **SAMPLED)
     assert 0 < done.statistics.num_accepted_tokens < done.statistics.num_draft_tokens
@@ -63,7 +63,7 @@ def test_the_draft_s_cache_is_that_of_the_text_too(folders: tuple[Path, Path]) -
     torch.testing.assert_close(got[0, 0], exact[at], atol=2e-4, rtol=1e-4)
 
 
-def test_forbidden_tokens_never_come_even_if_drafted(folders: tuple[Path, Path], judge: LlamaForCausalLM) -> None:
+def test_banned_tokens_never_appear_even_if_drafted(folders: tuple[Path, Path], judge: LlamaForCausalLM) -> None:
     wanted = generated(judge, PROMPTS[0], max_new_tokens=20)
     banned = sorted({*wanted[5:8]})
     rules = [SuppressTokensLogitsProcessor(banned), MinNewTokensLengthLogitsProcessor(5, 4, 7)]

@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved(network(), tmp_path_factory.mktemp("application") / "target")
 
 
-def test_an_application_loads_runs_and_is_reset(folder: Path) -> None:
+def test_an_application_loads_generates_and_resets(folder: Path) -> None:
     config = read(batch_size=2, seq_len=64, max_context_length=16, torch_dtype="float32", is_prefix_caching=True)
     application = DecoderApplication(folder, config, backend="eager")
     with pytest.raises(ConfigurationError, match="not loaded"):
@@ -51,7 +51,7 @@ def test_an_application_loads_runs_and_is_reset(folder: Path) -> None:
     application.close()
 
 
-def test_an_application_goes_on_from_what_compile_left(folder: Path, tmp_path: Path) -> None:
+def test_an_application_loads_the_result_of_compile(folder: Path, tmp_path: Path) -> None:
     config = read(seq_len=64, enable_bucketing=False, max_context_length=16, torch_dtype="float32")
     text = [5, 9, 13, 7]
     exact, plain = logits_of(network(), text), load(folder).sample([text], max_new_tokens=8)
@@ -76,7 +76,7 @@ def test_an_application_goes_on_from_what_compile_left(folder: Path, tmp_path: P
     assert torch.equal(*texts)
 
 
-def test_an_application_speculates_as_its_file_says(folder: Path) -> None:
+def test_an_application_speculates_as_configured(folder: Path) -> None:
     fields = {"neuron_config": {"seq_len": 64, "torch_dtype": "float32", "speculation_length": 4}}
     config = NeuronConfig.from_neuron_config({**fields, "fused_spec_config": {"draft_model_path": str(folder)}})
     application = DecoderApplication(folder, config, backend="eager")
@@ -87,13 +87,13 @@ def test_an_application_speculates_as_its_file_says(folder: Path) -> None:
     assert generator.statistics.num_accepted_tokens > 0
 
 
-def test_graphs_of_another_configuration_are_refused(folder: Path, tmp_path: Path) -> None:
+def test_graphs_of_another_configuration_are_rejected(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "paceline_config.json").write_text(NeuronConfig(batch_size=3).to_json())
     with pytest.raises(ConfigurationError, match="expected graphs of this configuration, got those of"):
         DecoderApplication(folder, NeuronConfig(), backend="eager").load(tmp_path)
 
 
-def test_a_backend_without_graphs_leaves_the_configuration(folder: Path, tmp_path: Path) -> None:
+def test_a_backend_without_graphs_saves_the_configuration(folder: Path, tmp_path: Path) -> None:
     config = read(seq_len=64)
     DecoderApplication(folder, config, backend="eager").compile(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["paceline_config.json"]
@@ -102,7 +102,7 @@ def test_a_backend_without_graphs_leaves_the_configuration(folder: Path, tmp_pat
     assert again.generator().sample([[5, 9]], max_new_tokens=3).shape == (1, 5)
 
 
-def test_a_table_of_the_vocabulary_is_left_alone(folder: Path) -> None:
+def test_modules_to_not_convert_keeps_the_embedding(folder: Path) -> None:
     text = [5, 9, 13, 7]
     made = {}
     for names in ([], ["lm_head"], ["model.embed_tokens", "lm_head"]):
@@ -127,12 +127,12 @@ BAD_MODULES = [
 
 
 @pytest.mark.parametrize(("options", "words"), BAD_MODULES)
-def test_what_cannot_be_left_alone_raises(folder: Path, options: dict[str, Any], words: str) -> None:
+def test_modules_that_cannot_stay_unconverted_are_rejected(folder: Path, options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         NeuronConfig(**options, amp="f32", n_positions=64).load(folder, backend="eager")
 
 
-def test_a_tied_table_is_left_alone_by_either_name_on_two_ranks(tmp_path: Path) -> None:
+def test_a_tied_embedding_stays_unconverted_by_either_name(tmp_path: Path) -> None:
     made = network()
     made.lm_head.weight = made.model.embed_tokens.weight
     made.config.tie_word_embeddings = True

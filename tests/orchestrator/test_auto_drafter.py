@@ -47,7 +47,7 @@ def heads(workshop: Workshop, tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("row", [*DRAFTERS.values(), *ACCEPTANCE_RULES.values()], ids=lambda row: row.name)
-def test_a_row_names_something_that_can_be_called(row: object) -> None:
+def test_every_registry_row_names_a_callable(row: object) -> None:
     assert callable(resolve(row.path))  # type: ignore[attr-defined]
     assert all(isinstance(parameter, inspect.Parameter) for parameter in options_of(row).values())  # type: ignore[arg-type]
 
@@ -55,7 +55,7 @@ def test_a_row_names_something_that_can_be_called(row: object) -> None:
 @pytest.mark.parametrize(
     ("folder", "name"), [("draft", "model"), ("target", "model"), ("medusa", "medusa"), ("eagle3", "eagle")]
 )
-def test_folders_are_recognised(folder: str, name: str) -> None:
+def test_drafter_folders_are_recognised(folder: str, name: str) -> None:
     assert recognise(str(HOME / folder)) == name
 
 
@@ -73,7 +73,7 @@ def test_folders_of_other_projects_are_recognised(tmp_path: Path, fields: dict, 
     assert recognise(str(tmp_path)) == name
 
 
-def test_names(workshop: Workshop) -> None:
+def test_drafter_names_make_their_drafters(workshop: Workshop) -> None:
     target = workshop.decoder()
     for draft, kind, depth in (
         (None, NoDrafter, 0),
@@ -131,12 +131,12 @@ def test_heads_are_loaded_from_their_folders(workshop: Workshop, heads: dict[str
         ([(NgramDrafter(3), 2)], "has its own k"),
     ],
 )
-def test_what_cannot_be_made_is_refused(workshop: Workshop, draft: object, message: str) -> None:
+def test_invalid_drafts_are_rejected(workshop: Workshop, draft: object, message: str) -> None:
     with pytest.raises((ConfigurationError, CheckpointError), match=message):
         make_drafter(SpeculativeConfig(draft=draft), workshop.decoder())
 
 
-def test_heads_are_refused_where_they_do_not_fit(workshop: Workshop, heads: dict[str, str]) -> None:
+def test_heads_that_do_not_fit_are_rejected(workshop: Workshop, heads: dict[str, str]) -> None:
     target = workshop.decoder()
     for options, message in (
         ({"draft": ["ngram", heads["eagle"]]}, "cannot be in a list"),
@@ -160,7 +160,7 @@ def test_heads_are_refused_where_they_do_not_fit(workshop: Workshop, heads: dict
             make_drafter(SpeculativeConfig(**options), target)
 
 
-def test_rules() -> None:
+def test_acceptance_rules_are_made_by_name() -> None:
     rules = {name: make_rule(SpeculativeConfig(draft="ngram", acceptor=name)) for name in ("match", "reject")}
     assert all(type(rule) is resolve(ACCEPTANCE_RULES[name].path) for name, rule in rules.items())
     assert make_rule(SpeculativeConfig(draft="ngram", acceptor="typical:epsilon=0.2")) == Typical(epsilon=0.2)

@@ -18,7 +18,7 @@ BUCKETS = (16, 24, 64)
 
 
 def formula(batch: Batch, reach: int | None) -> list[int]:
-    """Room in every slot, worked out from the texts alone."""
+    """Free positions in every slot, computed from the texts."""
     longest = max((len(slot.text) for slot in batch.slots if slot), default=1)
     border = next((bucket for bucket in BUCKETS if bucket >= longest), BUCKETS[-1])
     found = []
@@ -35,7 +35,7 @@ def formula(batch: Batch, reach: int | None) -> list[int]:
 
 
 @given(st.data())
-def test_limits(data: st.DataObject) -> None:
+def test_limits_fit_every_slot(data: st.DataObject) -> None:
     size, depth = data.draw(st.integers(1, 3)), data.draw(st.integers(0, 5))
     reach = data.draw(st.none() | st.integers(4, 40))
     batch = Batch([None] * size, RoundShape(depth, depth + 1, reach, BUCKETS), Statistics())
@@ -67,7 +67,7 @@ def test_limits(data: st.DataObject) -> None:
 
 
 @given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=6), max_size=8), st.integers(1, 30))
-def test_several_tokens_at_once_end_a_text_where_single_ones_do(parts: list[list[int]], length: int) -> None:
+def test_several_tokens_at_once_end_a_text_like_single_tokens(parts: list[list[int]], length: int) -> None:
     request = Request(0, (), Sampling(), length, frozenset([0, 3]))
     whole, single = Slot(request), Slot(request)
     for tokens in parts:

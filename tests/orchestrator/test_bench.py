@@ -1,4 +1,4 @@
-"""What the benchmark runs beside our own modes works on the same checkpoints; no time is looked at."""
+"""Other modes that the benchmark runs work on the same checkpoints; no time is checked."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def ended_by(folder: Path, end: object) -> None:
         path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": end}))
 
 
-def test_hugging_face_takes_a_checkpoint_whose_list_of_end_ids_is_empty(tmp_path: Path) -> None:
+def test_hugging_face_accepts_an_empty_list_of_end_ids(tmp_path: Path) -> None:
     save_pair(tmp_path)
     ended_by(tmp_path, [])
     engines = bench.hugging_face(str(tmp_path / "target"), str(tmp_path / "draft"), 6)
@@ -36,7 +36,7 @@ def test_hugging_face_takes_a_checkpoint_whose_list_of_end_ids_is_empty(tmp_path
 
 
 def test_all_modes_count_the_same_new_tokens(tmp_path: Path) -> None:
-    """Rule C45: new ids, the end id included and nothing behind it, in our modes and in Hugging Face's."""
+    """Rule C45: new ids, the end id included and nothing after it, in our modes and in Hugging Face's."""
     save_pair(tmp_path)
     target = fresh(tmp_path / "target")
     free = target.sample([[*PROMPT]], max_new_tokens=12)[0, len(PROMPT) :].tolist()  # type: ignore[union-attr]
@@ -74,14 +74,14 @@ def test_a_speed_is_all_new_tokens_over_the_sum_of_the_times_of_groups() -> None
     assert bench.figures([row(0, **plain)])["over_plain"] == bench.figures([row(0, **plain)])["decode_over_plain"] == 1
 
 
-def test_one_slow_repeat_moves_nothing() -> None:
+def test_one_slow_repeat_changes_no_result() -> None:
     """Rule C45."""
     runs = [Timed([[RequestOutput(0, (1,), 0, "length")]], seconds, 0.5, Statistics()) for seconds in (2.0, 90.0, 1.0)]
     (found,) = measure._rows([Prompt("0", "", PROMPT)], runs, runs[:1], number=0)
     assert (found["seconds"], found["plain_seconds"]) == (2.0, 2.0)
 
 
-def test_acceptance_by_position_has_the_proposals_of_that_place_for_a_denominator() -> None:
+def test_acceptance_by_position_is_divided_by_the_proposals_at_it() -> None:
     """Rule C44, as printed by the benchmark: pooled over the prompts, not a mean of means."""
     few = row(0, num_rounds=2, group_rounds=2, per_step_drafted=[2, 2], per_step_accepted=[1, 0])
     many = row(1, num_rounds=8, group_rounds=8, per_step_drafted=[1] * 8, per_step_accepted=[1] * 8)
@@ -90,6 +90,6 @@ def test_acceptance_by_position_has_the_proposals_of_that_place_for_a_denominato
     assert found["acceptance_by_position"] == [0.9, 0.0]
 
 
-def test_a_text_that_ends_with_its_first_token_has_no_round_to_time() -> None:
+def test_a_text_of_one_token_has_no_timed_round() -> None:
     found = bench.figures([row(0), row(1, num_rounds=4, group_rounds=4, round_seconds=4.0)])
     assert found["ms_per_round"] == 1000.0

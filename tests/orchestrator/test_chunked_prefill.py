@@ -63,7 +63,7 @@ class TimedByChunks:
 
 
 class Arrivals:
-    """A queue in which requests appear at their times. ``paced``: somebody waits for every token."""
+    """A queue in which requests appear at their times. ``paced``: a caller waits for every token."""
 
     paced = True
 
@@ -142,7 +142,9 @@ def test_an_aborted_prompt_leaves_its_slot_between_two_chunks() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.2])
 @pytest.mark.parametrize("mode", ["plain", "model"])
-def test_rounds_between_chunks_change_no_bit_of_a_prompt(workshop: Workshop, mode: str, temperature: float) -> None:
+def test_rounds_between_chunks_keep_the_prefill_bitwise_identical(
+    workshop: Workshop, mode: str, temperature: float
+) -> None:
     """Cache rows of real models after a prompt that was read between rounds, and after one that was read at once.
 
     But for the first rows, which an idle slot writes over.

@@ -53,13 +53,13 @@ NGRAM = DraftSpec("ngram", options=(("prompt_lookup_max", 4),))
         ([len, (len, 3)], (DraftSpec(value=len), DraftSpec(k=3, value=len))),
     ],
 )
-def test_a_draft_is_understood_however_it_is_written(draft: object, specs: tuple[DraftSpec, ...]) -> None:
+def test_every_notation_of_a_draft_is_parsed(draft: object, specs: tuple[DraftSpec, ...]) -> None:
     assert parse_draft(draft) == specs
     assert parse_draft(list(parse_draft(draft))) == specs
 
 
 @pytest.mark.parametrize("draft", ["ngram:prompt_lookup_max=4", "models/small:k=3,amp=f32", "eagle:path=a/b,k=2"])
-def test_a_spec_is_written_as_it_is_read(draft: str) -> None:
+def test_a_draft_spec_round_trips(draft: str) -> None:
     (spec,) = parse_draft(draft)
     assert str(spec) == draft
 
@@ -85,7 +85,7 @@ def test_a_spec_is_written_as_it_is_read(draft: str) -> None:
         ('{"type":', "draft: expected JSON after the first bracket, got"),
     ],
 )
-def test_a_draft_that_is_not_understood_is_refused(draft: object, message: str) -> None:
+def test_an_invalid_draft_is_rejected(draft: object, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         SpeculativeConfig(draft=draft)
 
@@ -94,17 +94,17 @@ def test_a_draft_that_is_not_understood_is_refused(draft: object, message: str) 
     ("given", "k"),
     [(None, None), ("auto", "auto"), (0, 0), (4, 4), ("4", 4), ("0,2,4", (0, 2, 4)), ([0, 2], (0, 2)), ((3,), 3)],
 )
-def test_draft_lengths(given: object, k: object) -> None:
+def test_draft_lengths_are_parsed(given: object, k: object) -> None:
     assert parse_k(given) == k
 
 
 @pytest.mark.parametrize("given", [True, -1, 2.5, "x", "", "4,2", [2, 2], [], [1, None], (1, True)])
-def test_what_is_no_draft_length_is_refused(given: object) -> None:
+def test_invalid_draft_lengths_are_rejected(given: object) -> None:
     with pytest.raises(ConfigurationError, match="ascending numbers"):
         SpeculativeConfig(k=given)
 
 
-def test_lengths_to_choose_among() -> None:
+def test_candidate_draft_lengths_are_parsed() -> None:
     auto = SpeculativeConfig(k="auto")
     assert auto.max_k == 8
     assert auto.draft_lengths(8) == (0, 1, 2, 4, 8)
@@ -115,7 +115,7 @@ def test_lengths_to_choose_among() -> None:
     assert SpeculativeConfig().max_k == 4
 
 
-def test_acceptance_rules() -> None:
+def test_acceptance_rules_are_parsed() -> None:
     assert parse_rule("match") == RuleSpec("match")
     typical = RuleSpec("typical", (("epsilon", 0.1),))
     assert parse_rule("typical:epsilon=0.1") == parse_rule({"type": "typical", "epsilon": 0.1}) == typical
@@ -147,12 +147,12 @@ def test_acceptance_rules() -> None:
         ({"draft": "none", "vocabulary": "intersection"}, "vocabulary: expected a drafter"),
     ],
 )
-def test_keys_that_are_unknown_or_contradict_each_other_are_refused(options: dict, message: str) -> None:
+def test_unknown_or_contradictory_keys_are_rejected(options: dict, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         SpeculativeConfig(**options)
 
 
-def test_it_is_a_value() -> None:
+def test_the_configuration_is_a_picklable_value() -> None:
     config = SpeculativeConfig(draft=["ngram", "a:k=2"], k="0,2", acceptor="reject", confidence_threshold=0.25)
     assert pickle.loads(pickle.dumps(config)) == config
     with pytest.raises(ValueError, match="frozen"):

@@ -17,7 +17,7 @@ TARGET = table(10, seed=7, spread=2.0)
 
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("length", [2, 4])
-def test_a_dead_end_is_named_at_the_beginning_and_in_the_middle(length: int, do_sample: bool) -> None:
+def test_a_dead_end_is_reported_at_the_start_and_later(length: int, do_sample: bool) -> None:
     def cut(ids: Tensor, scores: Tensor) -> Tensor:
         return scores if ids.shape[1] < length else scores - math.inf
 

@@ -1,5 +1,5 @@
-"""An option is one field: a field that is added to its type is there in Python, on the command line, in models files,
-in the settings of workers and in experiments, and its value arrives.
+"""An option is one field: a field added to its type appears in Python, on the command line, in models files, in the
+settings of workers and in experiments, and its value arrives.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ print(json.dumps(found))
 """
 
 
-def test_an_option_of_loading_drafting_or_sampling_is_one_field(workshop: Workshop) -> None:
+def test_an_added_option_field_appears_in_every_interface(workshop: Workshop) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(workshop.checkpoint())], capture_output=True, text=True, check=False
     )

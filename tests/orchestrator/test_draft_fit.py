@@ -49,7 +49,7 @@ def judged(accepted: list[int], *, plain: float | None = None, seconds: float = 
         ([0, 0, 1], None, 2.0, False, False),  # a verification in its own graph stands for a plain step
     ],
 )
-def test_acceptance_is_compared_with_what_pays(
+def test_acceptance_is_compared_with_the_break_even(
     accepted: list[int],
     plain: float | None,
     seconds: float,
@@ -92,14 +92,14 @@ def test_a_random_head_is_warned_about_once_and_in_the_metrics(
     generator.sample([[5, 17, 17]], max_new_tokens=20)  # a judged drafter's rounds are not watched
 
 
-def test_a_text_drafter_may_well_miss(workshop: Workshop) -> None:
+def test_a_text_drafter_causes_no_misfit_warning(workshop: Workshop) -> None:
     target = workshop.decoder(slots=1)
     for draft in ("ngram", None, ["ngram", "suffix"]):
         assert SpeculativeGenerator(draft, target, k=2 if draft else 0).draft_fit is None
     assert SpeculativeGenerator("layerskip:layers=1", target, synthetic_acceptance=0.0).draft_fit is None
 
 
-def test_the_doctor_measures_it(workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_measures_drafter_fit(workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fit, "ENOUGH_DRAFTS", 40)
     target = workshop.decoder(slots=1)
     mlp_speculator(tmp_path, target, 3)

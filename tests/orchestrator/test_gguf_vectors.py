@@ -85,7 +85,7 @@ def asked(files: list[Path], texts: list[str]) -> list[list[list[int]] | None]:
 
 
 @pytest.mark.parametrize("name", VOCABULARIES)
-def test_tokens_are_those_of_the_vectors(place: Path, name: str) -> None:
+def test_tokens_equal_the_published_vectors(place: Path, name: str) -> None:
     path = place / f"ggml-vocab-{name}.gguf"
     texts = path.with_name(f"{path.name}.inp").read_bytes().decode().split(BETWEEN)
     lines = path.with_name(f"{path.name}.out").read_text().splitlines()
@@ -93,7 +93,7 @@ def test_tokens_are_those_of_the_vectors(place: Path, name: str) -> None:
     assert len(wanted) > 40 and ids(path, texts[: len(wanted)]) == wanted
 
 
-def test_wordpiece_is_refused_by_name(place: Path) -> None:
+def test_wordpiece_is_rejected_by_name(place: Path) -> None:
     with pytest.raises(CheckpointError, match=r"tokenizer: expected gpt2 .*, got 'bert'"):
         load_gguf_tokenizer(place / "ggml-vocab-bert-bge.gguf")
 
@@ -103,7 +103,7 @@ with_llama_cpp = pytest.mark.skipif(not PYTHON, reason="llama.cpp is not here; `
 
 @with_llama_cpp
 @pytest.mark.parametrize("name", VOCABULARIES)
-def test_other_texts_are_llama_cpp_s_tokens(place: Path, name: str) -> None:
+def test_tokens_of_other_texts_equal_llama_cpp(place: Path, name: str) -> None:
     """Tokens by themselves as well: some are not reached by merges, and stay whole or not as the split says."""
     path = place / f"ggml-vocab-{name}.gguf"
     made: Any = load_gguf_tokenizer(path)
@@ -131,7 +131,7 @@ def with_keys(source: Path, path: Path, changes: Mapping[str, object]) -> Path:
 
 
 @with_llama_cpp
-def test_every_split_is_llama_cpp_s(place: Path, tmp_path: Path) -> None:
+def test_every_split_equals_llama_cpp(place: Path, tmp_path: Path) -> None:
     """By the vocabulary of GPT-2, whose merges tell most splits apart."""
     source = place / "ggml-vocab-gpt-2.gguf"
     names = [name for name, split in SPLITS.items() if not split.raw]
@@ -149,7 +149,7 @@ def test_every_split_is_llama_cpp_s(place: Path, tmp_path: Path) -> None:
 
 @with_llama_cpp
 @pytest.mark.parametrize("prefix", [True, False])
-def test_unigrams_are_llama_cpp_s(place: Path, tmp_path: Path, prefix: bool) -> None:
+def test_unigram_tokens_equal_llama_cpp(place: Path, tmp_path: Path, prefix: bool) -> None:
     letters = "abcdefghijklmnopqrstuvwxyz0123456789.,!?'"
     space = "\u2581"
     pieces = [("<pad>", 0.0, 3), ("</s>", 0.0, 3), ("<unk>", 0.0, 2), (space, -3.0, 1)]

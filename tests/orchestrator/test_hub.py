@@ -154,7 +154,7 @@ def hub(served: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     return served
 
 
-def test_what_is_an_id_and_what_is_a_path() -> None:
+def test_hub_ids_are_distinguished_from_paths() -> None:
     assert HubId.parse("Qwen/Qwen3-0.6B") == HubId("Qwen/Qwen3-0.6B")
     assert HubId.parse("o/n@refs/pr/1") == HubId("o/n", "refs/pr/1") and str(HubId("o/n", "v1")) == "o/n@v1"
     assert (
@@ -177,7 +177,7 @@ def test_what_is_an_id_and_what_is_a_path() -> None:
         assert HubId.parse(text) is None, text
 
 
-def test_an_id_is_fetched_once_without_code_and_decodes_as_its_folder(hub: Hub) -> None:
+def test_a_hub_id_is_downloaded_once_without_code_and_decodes(hub: Hub) -> None:
     decoder = AutoDecoder.from_pretrained("tiny/target", backend="eager", amp="f32")
     folder = checkpoint_path("tiny/target")
     assert decoder.folder == folder and folder.name == MAIN
@@ -238,7 +238,7 @@ def test_a_model_s_folder_in_the_cache_is_its_main_snapshot(hub: Hub, tmp_path: 
     assert checkpoint_path(tmp_path / "cache" / "models--tiny--files") == file
 
 
-def test_what_the_hub_does_not_have_is_refused_by_name(hub: Hub) -> None:
+def test_unknown_hub_models_are_rejected_by_name(hub: Hub) -> None:
     for name, message in (
         ("tiny/nothing", "tiny/nothing: expected a folder or a model on the Hugging Face hub"),
         ("tiny/draft@nowhere", "tiny/draft: revision 'nowhere' does not exist"),
@@ -251,7 +251,7 @@ def test_what_the_hub_does_not_have_is_refused_by_name(hub: Hub) -> None:
         fetch_model("tinny")
 
 
-def test_without_a_network_what_is_there_is_used(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_models_are_used_without_a_network(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = snapshot(HubId("tiny/draft"))
     gone = functools.partial(huggingface_hub.snapshot_download, endpoint="http://127.0.0.1:9")
     with monkeypatch.context() as patch:
@@ -265,7 +265,7 @@ def test_without_a_network_what_is_there_is_used(hub: Hub, monkeypatch: pytest.M
         checkpoint_path("tiny/target@main")
 
 
-def test_the_command_prints_the_folder_and_says_what_it_does(hub: Hub) -> None:
+def test_fetch_prints_the_folder_and_its_progress(hub: Hub) -> None:
     done = call("fetch", "tiny/draft@old")
     assert done.exit_code == 0 and Path(done.stdout.strip()).name == OLD
     assert "fetching tiny/draft@old from the Hugging Face hub" in done.stderr

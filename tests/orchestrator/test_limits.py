@@ -31,8 +31,8 @@ def whole(prompt: list[int]) -> list[int]:
 @pytest.mark.parametrize(
     ("new", "length"), [(None, None), (1, None), (2, 13), (5, None), (6, N), (40, 6), (None, 7), (40, N), (None, 13)]
 )
-def test_limits_are_exact(drafter: str, new: int | None, length: int | None) -> None:
-    """At, before and behind the border of a round of five tokens; where either limit comes first."""
+def test_length_limits_are_exact(drafter: str, new: int | None, length: int | None) -> None:
+    """Lengths at, before and after the border of a round of five tokens; either limit may come first."""
     prompt = LONG[:5]
     k = 4
     sources = {
@@ -49,7 +49,7 @@ def test_limits_are_exact(drafter: str, new: int | None, length: int | None) -> 
 
 @pytest.mark.parametrize("size", [1, 8, 9, 17, N - 5, N - 1])
 @pytest.mark.parametrize("k", [0, 4, 30])
-def test_prompts_of_every_size_fill_all_positions(size: int, k: int) -> None:
+def test_prompts_of_every_length_fill_all_positions(size: int, k: int) -> None:
     for source in (target(), NgramDrafter(max(k, 1)), None):
         done = run(Checked(source, target(), k=k), [LONG[:size]])
         assert texts(done) == [whole(LONG[:size])]
@@ -58,7 +58,7 @@ def test_prompts_of_every_size_fill_all_positions(size: int, k: int) -> None:
 
 @pytest.mark.parametrize("size", [1, 6, 7, 8, 9, 10, 11, N - 1])
 @pytest.mark.parametrize("acceptor", ["match", "reject"])
-def test_a_draft_of_short_context_stops_drafting_and_the_text_goes_on(size: int, acceptor: str) -> None:
+def test_a_short_context_draft_stops_drafting_and_the_text_continues(size: int, acceptor: str) -> None:
     draft = TableDecoder(TARGET, kv_buckets=(10,))
     done = run(Checked(draft, target(), k=3, acceptor=acceptor), [LONG[:size]])
     assert texts(done) == [whole(LONG[:size])]
@@ -73,7 +73,7 @@ def test_rows_of_all_lengths_share_a_draft_of_short_context() -> None:
 
 
 @pytest.mark.parametrize("slots", [1, 2, 5])
-def test_rows_come_and_go_at_different_rounds(slots: int) -> None:
+def test_rows_start_and_finish_in_different_rounds(slots: int) -> None:
     prompts = [LONG[:size] for size in (5, 1, 9, 3, 20, 2, 7)]
     ends = [whole(prompt)[len(prompt) + 2] for prompt in prompts]
     wanted = [_cut(whole(prompt), len(prompt), ends[0]) for prompt in prompts]
@@ -108,7 +108,7 @@ RULES = [("match", False), ("match", True), ("reject", False), ("reject", True),
 
 @pytest.mark.parametrize("name", POISON)
 @pytest.mark.parametrize(("acceptor", "scores"), RULES)
-def test_a_poisoned_drafter_changes_nothing(name: str, acceptor: str, scores: bool) -> None:
+def test_an_invalid_drafter_changes_no_token(name: str, acceptor: str, scores: bool) -> None:
     generator = Checked(FunctionDrafter(POISON[name], 3), target(2), acceptor=acceptor)
     done = run(generator, [LONG[:4], LONG[:6]], output_scores=scores)
     assert texts(done) == [whole(LONG[:4]), whole(LONG[:6])]
@@ -126,7 +126,7 @@ def test_tokens_after_a_gap_in_a_proposal_are_not_verified(gap: int, acceptor: s
 
 
 @pytest.mark.parametrize("found", [7, ["a"], [float("inf")]], ids=str)
-def test_what_is_no_ids_is_named(found: object) -> None:
+def test_invalid_drafting_results_are_named(found: object) -> None:
     with pytest.raises(ConfigurationError, match="draft: expected token ids or None from the drafting"):
         run(SpeculativeGenerator(lambda _: found, target(), k=2), [LONG[:4]])  # type: ignore[arg-type, return-value]
 

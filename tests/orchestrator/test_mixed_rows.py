@@ -1,4 +1,4 @@
-"""What a request asks of its tokens is a property of its row: its neighbours keep theirs, in every mode."""
+"""Token rules of a request are a property of its row: other rows keep theirs, in every mode."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def served(generator: SpeculativeGenerator, asked: list[Request]) -> dict[int, l
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=["greedy", "drawn"])
-def test_every_request_of_a_mixed_batch_is_what_it_is_alone_and_plain(setting: dict[str, object]) -> None:
+def test_every_request_of_a_mixed_batch_equals_plain_decoding_of_it(setting: dict[str, object]) -> None:
     plain = made("plain", 1, SpeculativeGenerator)
     alone: dict[int, list[int]] = {}
     for request in requests(plain, setting):
@@ -93,7 +93,7 @@ def test_a_batch_without_such_requests_never_leaves_its_graphs() -> None:
     assert generator.target.body.forwards > forwards  # type: ignore[attr-defined]
 
 
-def test_a_row_whose_processors_leave_no_token_ends_alone() -> None:
+def test_a_row_without_a_possible_token_ends_without_the_others() -> None:
     generator = made("ngram", 2)
     asked = requests(generator, {})[:1]
     never = SamplingParams(logits_processor=[lambda _ids, scores: scores - float("inf")])  # type: ignore[list-item]
@@ -110,7 +110,7 @@ def test_a_row_whose_processors_leave_no_token_ends_alone() -> None:
     assert text == served(made("plain", 1), requests(made("plain", 1), {})[:1])[0]
 
 
-def test_a_prediction_is_drafted_from_and_counted_and_changes_no_token() -> None:
+def test_a_prediction_is_used_as_draft_counted_and_changes_no_token() -> None:
     for mode in ("plain", "ngram", "model", "tree"):
         generator = made(mode, 1, SpeculativeGenerator)
         asked = {"max_new_tokens": 40, "do_sample": True, "seed": 11, "eos_token_id": []}
@@ -126,7 +126,7 @@ def test_a_prediction_is_drafted_from_and_counted_and_changes_no_token() -> None
         assert accepted <= generator.statistics.num_accepted_tokens
 
 
-def test_a_prediction_is_refused_where_nothing_can_be_drafted_from_it() -> None:
+def test_an_unusable_prediction_is_rejected() -> None:
     for draft, options, said in (
         (None, {}, "prediction: expected a draft, .*, got None"),
         (None, {"k": 0, "exact": False}, "prediction: expected k of at least 1, got 0"),

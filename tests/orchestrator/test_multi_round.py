@@ -1,4 +1,4 @@
-"""Fused rounds that run one behind the other: the same rounds, the same tokens, and fewer looks of the host."""
+"""Several fused rounds in one call: the same rounds, the same tokens, and fewer calls from the host."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DRAFT = near(TARGET, seed=4, spread=0.5)
 
 
 def run(generator: SpeculativeGenerator, prompts: list[list[int]], seconds: float, **asked: object) -> GenerationResult:
-    """With so many seconds for rounds in a row."""
+    """A run with ``seconds`` for rounds in a row."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rounds, "MULTI_ROUND_BUDGET_S", seconds)
         done = generator.sample(prompts, return_dict=True, **asked)  # type: ignore[arg-type]
@@ -38,7 +38,7 @@ def counts(done: GenerationResult) -> tuple[object, ...]:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[list[RoundReport]]:
-    """What the host heard of fused rounds, look by look."""
+    """Fused rounds that the host received, call by call."""
     heard: list[list[RoundReport]] = []
     fused = CompiledVerifier.fused
 
@@ -52,7 +52,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[list[RoundReport]]:
 
 
 @given(st.data())
-def test_it_does_not_matter_how_many_run_in_a_row(data: st.DataObject) -> None:
+def test_tokens_do_not_depend_on_the_rounds_per_call(data: st.DataObject) -> None:
     """Slots that wait, are free, end with an id or a length, draft nothing; buckets; drafts of short context."""
     slots, k = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 5))
     kv_buckets = data.draw(st.sampled_from([(64,), (16, 24, 64)]))
@@ -77,7 +77,7 @@ def test_it_does_not_matter_how_many_run_in_a_row(data: st.DataObject) -> None:
     assert many.sequences.tolist() == plain.sequences.tolist()  # type: ignore[union-attr]
 
 
-def test_rounds_run_in_a_row_until_the_host_is_needed(calls: list[list[RoundReport]]) -> None:
+def test_rounds_run_in_one_call_until_the_host_is_needed(calls: list[list[RoundReport]]) -> None:
     generator = SpeculativeGenerator(TableDecoder(DRAFT), TableDecoder(TARGET), k=2)
     done = run(generator, [[1, 2, 3]], 60.0, max_new_tokens=50)
     assert len(calls) == 1, "all rounds but the last, which has nothing to draft"
@@ -87,13 +87,13 @@ def test_rounds_run_in_a_row_until_the_host_is_needed(calls: list[list[RoundRepo
     assert {len(one) for one in calls} == {1} and len(calls) > 10, "there is no time for a second round"
 
 
-def test_no_more_than_the_most(calls: list[list[RoundReport]]) -> None:
+def test_rounds_per_call_are_limited(calls: list[list[RoundReport]]) -> None:
     target = TableDecoder(TARGET, kv_buckets=(256,))
     run(SpeculativeGenerator(TableDecoder(DRAFT, kv_buckets=(256,)), target, k=1), [[1]], 60.0, max_new_tokens=200)
     assert max(len(one) for one in calls) == MAX_CONSECUTIVE_ROUNDS
 
 
-def test_who_watches_every_token_is_asked_after_every_round(calls: list[list[RoundReport]]) -> None:
+def test_token_observers_are_called_after_every_round(calls: list[list[RoundReport]]) -> None:
     asks: list[dict[str, object]] = [
         {"stop_strings": ["zz"], "tokenizer": Pieces([bytes([97 + i]) for i in range(V)])},
         {"stopping_criteria_list": [lambda *_: False]},
@@ -105,7 +105,7 @@ def test_who_watches_every_token_is_asked_after_every_round(calls: list[list[Rou
         calls.clear()
 
 
-def test_an_id_that_ends_a_text_ends_the_row(calls: list[list[RoundReport]]) -> None:
+def test_an_end_id_ends_the_multi_round(calls: list[list[RoundReport]]) -> None:
     logits = table(60, seed=3)
     asked = {"max_new_tokens": 50, "do_sample": True}
     generator = SpeculativeGenerator(TableDecoder(near(logits, seed=4, spread=0.5)), TableDecoder(logits), k=2)
@@ -117,8 +117,8 @@ def test_an_id_that_ends_a_text_ends_the_row(calls: list[list[RoundReport]]) -> 
     assert len(calls) == 1 and last in calls[0][-1].tokens[0]
 
 
-def test_a_slot_without_a_text_ends_no_row(calls: list[list[RoundReport]]) -> None:
-    """It goes on from token 0, and gains what would end a text."""
+def test_an_idle_slot_ends_no_multi_round(calls: list[list[RoundReport]]) -> None:
+    """The text continues from token 0 and gains an id that would end it."""
     logits = table(60, seed=3)
     asked = {"max_new_tokens": 40, "do_sample": True}
     draft = near(logits, seed=4, spread=0.5)

@@ -34,7 +34,7 @@ def read(**fields: Any) -> NeuronConfig:
     return NeuronConfig.from_neuron_config(fields)
 
 
-def test_the_file_of_an_application_of_nxd(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_nxd_application_file_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "neuron_config.json"
     file.write_text(
         json.dumps(
@@ -103,7 +103,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("given", "expected"), CASES, ids=[str(given) for given, _ in CASES])
-def test_names_of_both(given: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_both_projects_names_are_read(given: dict[str, Any], expected: dict[str, Any]) -> None:
     config = read(**given)
     assert {name: getattr(config, name) for name in expected} == expected
     assert NeuronConfig.from_json(config.to_json()) == config
@@ -171,18 +171,18 @@ BAD: list[tuple[dict[str, Any], str]] = [
         ({"batch_size": [1, 8]}, (1, 8)),
     ],
 )
-def test_batches_of_graphs(given: dict[str, Any], slots: int | tuple[int, ...]) -> None:
+def test_batch_sizes_of_graphs_are_read(given: dict[str, Any], slots: int | tuple[int, ...]) -> None:
     assert read(**given).batch_size == slots
 
 
 @pytest.mark.parametrize(("given", "words"), BAD, ids=[words for _, words in BAD])
-def test_what_cannot_be_followed_raises(given: dict[str, Any], words: str) -> None:
+def test_unsupported_settings_are_rejected(given: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         read(**given)
 
 
 @pytest.mark.parametrize("source", ["{", "[1]", "no/such/file.json"])
-def test_what_is_no_configuration_raises(source: str, tmp_path: Path) -> None:
+def test_invalid_configurations_are_rejected(source: str, tmp_path: Path) -> None:
     if source == "[1]":
         (tmp_path / "list.json").write_text(source)
         source = str(tmp_path / "list.json")
@@ -224,7 +224,7 @@ def test_every_key_has_one_meaning() -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_would_change_the_numbers_is_refused_by_name(name: str) -> None:
+def test_keys_that_change_the_output_are_rejected_by_name(name: str) -> None:
     values, reason = REFUSED[name]
     assert all(read(**{name: value}).batch_size == 1 for value in values)
     with pytest.raises(ConfigurationError, match=re.escape(f"{name}: 7 is not supported ({reason}")):
@@ -232,7 +232,7 @@ def test_what_would_change_the_numbers_is_refused_by_name(name: str) -> None:
 
 
 def values_of(name: str) -> tuple[list[object], list[object]]:
-    """What the files of both projects have under a key, and what none of them has."""
+    """Values that the files of both projects have under a key, and one that none of them has."""
     if name in CHOICES:
         return [*CHOICES[name]], ["middle", 1, True]
     kind = TABLES.values.get(name)
@@ -246,7 +246,7 @@ def values_of(name: str) -> tuple[list[object], list[object]]:
 
 
 @pytest.mark.parametrize("name", WITHOUT_EFFECT)
-def test_what_changes_nothing_is_named_with_the_reason(name: str) -> None:
+def test_keys_without_effect_are_listed_with_the_reason(name: str) -> None:
     good, bad = values_of(name)
     for value in (None, *good):
         assert read(**{name: value}).without_effect == {name: WITHOUT_EFFECT[name]}

@@ -1,4 +1,4 @@
-"""The controller of adaptive depth: it follows the cost model, whatever the machine does meanwhile."""
+"""The controller of adaptive depth: it follows the cost model, whatever the machine does."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def told(
     ("alpha", "k", "tokens"),
     [(0.6, 1, 1.60), (0.6, 4, 2.31), (0.6, 10, 2.49), (0.8, 2, 2.44), (0.8, 5, 3.69), (0.8, 7, 4.16)],
 )
-def test_tokens_expected_are_those_of_the_formula(alpha: float, k: int, tokens: float) -> None:
+def test_expected_tokens_equal_the_formula(alpha: float, k: int, tokens: float) -> None:
     """E = (1 - alpha^(k+1)) / (1 - alpha)."""
     pace = DraftLengthController((k,))
     told(pace, alpha=alpha, times={k: 1.0}, rounds=3000)
@@ -52,14 +52,14 @@ def test_tokens_expected_are_those_of_the_formula(alpha: float, k: int, tokens: 
     ("alpha", "draft", "best"),
     [(0.0, 0.1, 0), (0.9, 0.02, 8), (0.5, 0.3, 1), (0.7, 0.1, 4)],
 )
-def test_it_settles_on_the_rung_with_the_most_tokens_per_second(alpha: float, draft: float, best: int) -> None:
+def test_the_controller_settles_on_the_fastest_draft_length(alpha: float, draft: float, best: int) -> None:
     times = {k: 1.0 + k * draft for k in DRAFT_LENGTHS}
     chosen = told(DraftLengthController(DRAFT_LENGTHS), alpha=alpha, times=times)
     late = chosen[len(chosen) // 2 :]
     assert sum(rung == best for rung in late) > 0.8 * len(late)
 
 
-def test_the_same_trace_gives_the_same_choices_and_the_first_time_of_a_rung_does_not_count() -> None:
+def test_choices_are_deterministic_and_the_first_time_of_a_length_is_ignored() -> None:
     times = {k: 1.0 + k * 0.1 for k in DRAFT_LENGTHS}
     runs = [told(DraftLengthController(DRAFT_LENGTHS), alpha=0.6, times=times, seed=3) for _ in range(2)]
     assert runs[0] == runs[1]
@@ -72,7 +72,7 @@ def test_the_same_trace_gives_the_same_choices_and_the_first_time_of_a_rung_does
     assert pace.choose(0) == 0 and pace._step_times.at(2) == 1.0
 
 
-def test_a_time_taken_while_the_machine_was_slow_does_not_keep_a_rung_away() -> None:
+def test_times_of_a_slow_phase_do_not_exclude_a_draft_length() -> None:
     """The only time of the best rung is twice what it is: its neighbours are visited, and so it is found out."""
     pace, times = DraftLengthController(DRAFT_LENGTHS), {k: 1.0 + 0.1 * k for k in DRAFT_LENGTHS}
     slow = {**times, 4: 2 * times[4]}
@@ -81,7 +81,7 @@ def test_a_time_taken_while_the_machine_was_slow_does_not_keep_a_rung_away() -> 
     assert late.count(4) > 0.8 * len(late)
 
 
-def test_rungs_are_compared_at_one_level_of_the_machine() -> None:
+def test_draft_lengths_are_compared_at_equal_machine_speed() -> None:
     """All that is known of the deepest rung is from when the machine was slow: it is taken once it is worth it."""
     pace, times = DraftLengthController(DRAFT_LENGTHS), {k: 1.0 + 0.1 * k for k in DRAFT_LENGTHS}
     assert told(pace, alpha=0.7, times={k: 2 * one for k, one in times.items()}, rounds=100)[-1] == 4
@@ -89,7 +89,7 @@ def test_rungs_are_compared_at_one_level_of_the_machine() -> None:
     assert late.count(8) > 0.8 * len(late)
 
 
-def test_after_long_without_drafts_one_is_tried() -> None:
+def test_a_draft_is_tried_after_a_long_pause() -> None:
     pace, times = DraftLengthController((0, 1)), {0: 1.0, 1: 2.0}
     chosen = told(pace, alpha=0.0, times=times, rounds=300)
     late = chosen[100:]
@@ -98,13 +98,13 @@ def test_after_long_without_drafts_one_is_tried() -> None:
     assert 1 in longer and longer.count(1) < 8  # ever more seldom
 
 
-def test_a_draft_that_becomes_useful_is_taken_up_again() -> None:
+def test_a_draft_that_becomes_useful_is_used_again() -> None:
     pace, times = DraftLengthController((0, 1)), {0: 1.0, 1: 1.1}
     assert told(pace, alpha=0.0, times=times, rounds=300)[-1] == 0
     assert told(pace, alpha=1.0, times=times, rounds=400)[-100:].count(1) >= 98  # and a visit to what is beside it
 
 
-def test_short_answers_are_learnt_from_as_well() -> None:
+def test_short_responses_are_learnt_from() -> None:
     """No round of an answer of four tokens can be as deep as the ladder goes."""
     pace, times = DraftLengthController(DRAFT_LENGTHS), {k: 1.0 + k for k in DRAFT_LENGTHS}
     chosen = told(pace, alpha=0.0, times=times, deepest=3)
@@ -112,7 +112,7 @@ def test_short_answers_are_learnt_from_as_well() -> None:
     assert pace.choose(0) == 0
 
 
-def test_a_draft_that_stops_short_of_its_rung_counts_as_one_that_does_not_stand() -> None:
+def test_a_draft_shorter_than_requested_counts_as_rejected() -> None:
     """A rung that is never reached must not be the only one that is ever taken."""
     pace, chosen = DraftLengthController(DRAFT_LENGTHS), []
     for _ in range(400):
@@ -123,12 +123,12 @@ def test_a_draft_that_stops_short_of_its_rung_counts_as_one_that_does_not_stand(
 
 
 @pytest.mark.parametrize("k", [(), (2, 1), (0, 0, 1), (-1, 2)])
-def test_a_ladder_has_to_ascend(k: tuple[int, ...]) -> None:
+def test_candidate_lengths_must_ascend(k: tuple[int, ...]) -> None:
     with pytest.raises(ConfigurationError, match="ascending"):
         parse_k(k)
 
 
-def test_each_of_several_plain_steps_is_a_round_to_the_pace() -> None:
+def test_each_of_several_plain_steps_counts_as_a_round() -> None:
     pace = DraftLengthController((0, 1))
     for _ in range(2):
         pace.record(0, requested=[0, 0], accepted=[4, 0], seconds=5.0)

@@ -52,7 +52,7 @@ def test_tokens_with_other_ids_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("says_so", [True, False])
 def test_a_padding_token_may_have_another_name(tmp_path: Path, says_so: bool) -> None:
-    """Where it has the same id: no text holds it. Any other token has to have its name."""
+    """Padding may have the same id: no text holds it. Any other token must have its name."""
     pads = {"draft": "<end>", "target": "w9"}
     for name, pad in pads.items():
         words = {(pad if number == 9 else word): number for word, number in WORDS.items()}

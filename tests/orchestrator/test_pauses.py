@@ -1,4 +1,6 @@
-"""Nobody waits for another's request: in virtual time, a stream's longest pause is a chunk of a prompt and a round."""
+"""No request waits for another's prefill: in virtual time, a stream's longest pause is a chunk of a prompt and
+a round.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ LATER: dict[str, dict[str, object]] = {
 
 
 class Clock:
-    """What calls of graphs took, and making them."""
+    """Times of calls of graphs, and of building them."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.now, original = 0, NativeBackend.compile
@@ -56,7 +58,7 @@ class Clock:
 
 
 class Arrivals:
-    """A queue of requests, each of which comes at some time; somebody waits for every token."""
+    """A queue of requests, each with an arrival time; a caller waits for every token."""
 
     paced = True
 
@@ -97,7 +99,7 @@ def _quiet(_event: GraphEvent) -> None:
         ("model", {"k": "auto"}),
     ],
 )
-def test_a_stream_waits_for_a_chunk_and_a_round(
+def test_a_stream_waits_at_most_a_chunk_and_a_round(
     workshop: Workshop, clock: Clock, draft: str | None, options: dict[str, object]
 ) -> None:
     target = decoder(workshop.checkpoint())

@@ -38,7 +38,7 @@ def native(folder: Path, slots: int) -> SamplingDecoder:
         (load, "suffix", {"k": 2}),
     ],
 )
-def test_they_are_those_of_one_forward_pass(
+def test_prompt_logprobs_equal_one_forward_pass(
     folder: Path, backend: Any, draft: str | None, options: dict[str, Any], slots: int
 ) -> None:
     generator = SpeculativeGenerator(draft, backend(folder, slots=slots), **options)
@@ -58,6 +58,6 @@ def test_they_are_those_of_one_forward_pass(
     assert plain.prompt_logprobs is None
 
 
-def test_the_number_is_checked() -> None:
+def test_the_number_of_prompt_logprobs_is_checked() -> None:
     with pytest.raises(SamplingError, match="prompt_logprobs: expected a number from 0 to 20, got 21"):
         SamplingParams(prompt_logprobs=21)

@@ -48,7 +48,7 @@ def test_a_tokenizer_that_decodes_in_its_own_way_stays(folder: Path, module: str
     assert decoder_of(own) is own
 
 
-def test_ids_and_text_are_those_of_transformers(folder: Path) -> None:
+def test_ids_and_text_equal_those_of_transformers(folder: Path) -> None:
     ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
     assert isinstance(ours, QuickTokenizer) and len(ours) == len(theirs)
     draw = random.Random(0)
@@ -64,7 +64,7 @@ def test_ids_and_text_are_those_of_transformers(folder: Path) -> None:
         assert ours.decode(ids) == theirs.decode(ids)
 
 
-def test_whatever_else_is_asked_is_what_transformers_says(folder: Path) -> None:
+def test_other_tokenizer_attributes_equal_transformers(folder: Path) -> None:
     ours: Any = load_tokenizer(folder)
     theirs: Any = AutoTokenizer.from_pretrained(folder)
     assert ours.eos_token_id == theirs.eos_token_id and ours.get_vocab() == theirs.get_vocab()
@@ -90,14 +90,14 @@ def test_whatever_else_is_asked_is_what_transformers_says(folder: Path) -> None:
         lambda folder: (folder / "added_tokens.json").write_text("{}"),
     ],
 )
-def test_where_transformers_may_change_it_nothing_is_promised(folder: Path, changed: Callable[[Path], object]) -> None:
+def test_folders_that_transformers_may_change_use_transformers(folder: Path, changed: Callable[[Path], object]) -> None:
     assert quick_tokenizer(folder) is not None
     changed(folder)
     assert quick_tokenizer(folder) is None
 
 
 @pytest.mark.parametrize("family", sorted(MODEL_FAMILIES.keys() - {"gpt_neo", "qwen2"}))
-def test_transformers_takes_the_class_that_the_folder_names(folder: Path, family: str) -> None:
+def test_a_folder_with_a_tokenizer_class_uses_transformers(folder: Path, family: str) -> None:
     """`AutoTokenizer` has exceptions by family, which a later version may add to."""
     change(folder / "config.json", model_type=family)
     assert quick_tokenizer(folder) is not None
@@ -105,7 +105,7 @@ def test_transformers_takes_the_class_that_the_folder_names(folder: Path, family
     assert type(theirs).__name__ in ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
-def test_it_is_loaded_without_transformers() -> None:
+def test_the_quick_tokenizer_loads_without_transformers() -> None:
     check = f"""
 import sys; from pathlib import Path; from paceline.text.tokenizer import load_tokenizer
 tokenizer = load_tokenizer(Path({str(PAIR)!r})); tokenizer.decode(tokenizer.encode("x", verbose=False))
@@ -116,7 +116,7 @@ print([name for name in ("torch", "transformers") if name in sys.modules])"""
 
 @pytest.mark.parametrize("kind", ["bytes", "pieces"])
 def test_bytes_of_tokens_join_to_the_text(kind: str) -> None:
-    """Of a byte-level vocabulary, and of one that falls back to bytes; the text of one token loses both."""
+    """A byte-level vocabulary, and one with byte fallback; the text of one token loses both."""
     text = "n\u00e9 \u65e5 \U0001f600 \u8a9e"
     if kind == "bytes":
         tokenizer: Any = every_byte()

@@ -8,12 +8,12 @@ from paceline.core.types import PAD, Proposal
 from paceline.engine.rounds import drafted_depths, drafted_last
 
 
-def test_in_a_chain_it_is_the_one_after_those_accepted() -> None:
+def test_the_replaced_draft_of_a_chain_follows_the_accepted_ones() -> None:
     proposal = Proposal(torch.tensor([[5, 6, 7], [5, 6, PAD], [5, 6, 7]]))
     assert drafted_last(proposal, [[5, 9], [5, 6, 9], [9]]) == [[6], [], [5]]
 
 
-def test_in_a_tree_they_are_the_children_of_the_path() -> None:
+def test_the_replaced_drafts_of_a_tree_are_the_children_of_the_path() -> None:
     tokens = torch.tensor([[5, 6, 7, 8, 5, 3]])
     parents = (-1, -1, 0, 0, -1, 4)
     for tree in (parents, torch.tensor([parents])):

@@ -1,4 +1,4 @@
-"""What is refused, before any work starts, and how the message names the remedy; padding and masks."""
+"""Rejections before any work starts, and the remedies that their messages name; padding and masks."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ PROMPT_ERRORS = [
 
 
 @pytest.mark.parametrize(("prompts", "message"), PROMPT_ERRORS, ids=_plainly)
-def test_bad_prompts_are_refused(prompts: object, message: str) -> None:
+def test_bad_prompts_are_rejected(prompts: object, message: str) -> None:
     one = generator()
     with pytest.raises(PromptError) as caught:
         one.sample(prompts)  # type: ignore[arg-type]
@@ -125,7 +125,7 @@ SAMPLING_ERRORS = [
 
 
 @pytest.mark.parametrize(("asked", "message"), SAMPLING_ERRORS, ids=_plainly)
-def test_bad_values_are_refused(asked: dict[str, object], message: str) -> None:
+def test_bad_values_are_rejected(asked: dict[str, object], message: str) -> None:
     one = generator()
     with pytest.raises(SamplingError) as caught:
         one.sample([[1, 2]], **asked)
@@ -133,7 +133,7 @@ def test_bad_values_are_refused(asked: dict[str, object], message: str) -> None:
     assert one.target.body.forwards == 0  # type: ignore[attr-defined]
 
 
-def test_what_http_takes_is_taken_in_this_process_too() -> None:
+def test_values_accepted_by_http_are_accepted_in_python() -> None:
     """A seed that is drawn for each call, and -1 for no top-k."""
     one, drawn = generator(), set()
     for _ in range(3):
@@ -146,21 +146,21 @@ def test_what_http_takes_is_taken_in_this_process_too() -> None:
     assert one.sample([[1, 2]], top_k=-1, **asked).tolist() == plain  # type: ignore[arg-type]
 
 
-def test_lengths_past_the_positions_are_refused() -> None:
+def test_lengths_beyond_the_positions_are_rejected() -> None:
     with pytest.raises(PromptError, match="sequence_length: expected at most 16"):
         generator().sample([[1]], 17)
     with pytest.raises(PromptError, match="a prompt shorter than 2 positions"):
         generator().sample([[1, 2]], 2)
 
 
-def test_numbers_of_numpy_are_numbers() -> None:
+def test_numpy_numbers_are_accepted() -> None:
     asked = {"max_new_tokens": np.int64(3), "temperature": np.float32(0.5), "do_sample": True, "seed": np.int32(4)}
     found = generator().sample([[np.int64(1), 2]], eos_token_id=np.int64(9), **asked)  # type: ignore[arg-type]
     wanted = generator().sample([[1, 2]], eos_token_id=9, max_new_tokens=3, temperature=0.5, do_sample=True, seed=4)
     assert torch.equal(found, wanted)  # type: ignore[arg-type]
 
 
-def test_a_streamer_without_its_methods_is_refused() -> None:
+def test_a_streamer_without_its_methods_is_rejected() -> None:
     with pytest.raises(
         SamplingError, match=r"streamer: expected an object with put\(ids\) and end\(\), got a function"
     ):
@@ -168,7 +168,7 @@ def test_a_streamer_without_its_methods_is_refused() -> None:
 
 
 @pytest.mark.parametrize("mask", [torch.tensor([1, 1, 1]), [[1, 1, 1]], torch.ones(1, 1, 3), "111"], ids=_plainly)
-def test_a_mask_of_another_kind_is_refused(mask: object) -> None:
+def test_a_mask_of_a_wrong_type_is_rejected(mask: object) -> None:
     with pytest.raises(PromptError, match=r"attention_mask: expected a tensor \[B, S\] like input_ids, got"):
         generator().sample(torch.tensor([[1, 2, 3]]), attention_mask=mask)  # type: ignore[arg-type]
 
@@ -182,7 +182,7 @@ MASK_ERRORS = [
 
 
 @pytest.mark.parametrize(("mask", "message"), MASK_ERRORS, ids=_plainly)
-def test_masks_that_do_not_fit_are_refused(mask: list[list[int]], message: str) -> None:
+def test_masks_of_a_wrong_shape_are_rejected(mask: list[list[int]], message: str) -> None:
     with pytest.raises(PromptError, match=message):
         generator().sample(torch.tensor([[1, 2, 3]]), attention_mask=torch.tensor(mask))
 
@@ -239,7 +239,7 @@ CONFIGURATION_ERRORS = [
 
 
 @pytest.mark.parametrize(("options", "message"), CONFIGURATION_ERRORS, ids=_plainly)
-def test_impossible_generators_are_refused(options: dict[str, object], message: str) -> None:
+def test_impossible_generators_are_rejected(options: dict[str, object], message: str) -> None:
     asked = {"draft": "ngram", **options}
     with pytest.raises((ConfigurationError, CheckpointError)) as caught:
         SpeculativeGenerator(**{"target": TableDecoder(TARGET), **asked})  # type: ignore[arg-type]
@@ -255,7 +255,7 @@ def test_impossible_generators_are_refused(options: dict[str, object], message: 
         lambda: NgramDrafter(1.5),
     ],
 )
-def test_impossible_drafters_are_refused(make: Callable[[], object]) -> None:
+def test_impossible_drafters_are_rejected(make: Callable[[], object]) -> None:
     with pytest.raises(
         ConfigurationError,
         match=r"expected a function from ids to ids, got a str|draft tokens per round, got (-\d|1.5)",
@@ -272,7 +272,7 @@ WRONG_SCORES = [
 
 
 @pytest.mark.parametrize(("processor", "message"), WRONG_SCORES, ids=["nothing", "some", "flat", "NaN"])
-def test_what_a_processor_may_not_return_is_named(processor: object, message: str) -> None:
+def test_invalid_processor_results_are_rejected(processor: object, message: str) -> None:
     one = generator()
     with pytest.raises(SamplingError) as caught:
         one.sample([[1, 2]], logits_processor=[processor])  # type: ignore[list-item]
@@ -293,7 +293,7 @@ def test_a_processor_may_force_a_token_by_infinity(setting: dict[str, object]) -
     assert made.sequences.tolist() == [[1, 2, 7, 7, 7]] and made.logprobs == [[0.0, 0.0, 0.0]]
 
 
-def test_a_pad_id_of_another_kind_is_refused_before_anything_is_decoded() -> None:
+def test_a_pad_id_of_a_wrong_type_is_rejected_before_decoding() -> None:
     one = generator()
     with pytest.raises(SamplingError, match="pad_token_id: expected an integer or None, got str 'pad'"):
         one.sample([[1, 2]], pad_token_id="pad")  # type: ignore[arg-type]
@@ -301,7 +301,7 @@ def test_a_pad_id_of_another_kind_is_refused_before_anything_is_decoded() -> Non
 
 
 @pytest.mark.parametrize(("fused", "said"), [(True, True), (None, False)])
-def test_what_was_asked_for_by_name_and_cannot_be_done_is_said(
+def test_an_explicit_option_without_effect_is_logged(
     caplog: pytest.LogCaptureFixture, fused: bool | None, said: bool
 ) -> None:
     draft = TableDecoder(TARGET)
@@ -311,9 +311,9 @@ def test_what_was_asked_for_by_name_and_cannot_be_done_is_said(
     assert ("two graphs" in caplog.text) == said
 
 
-def test_a_drafter_without_the_base_class_is_refused_by_name() -> None:
+def test_a_drafter_without_the_base_class_is_rejected_by_name() -> None:
     class Old:
-        """As drafters were written before there was a base class."""
+        """A drafter as they were written before there was a base class."""
 
         draft_shape, reads, max_positions = DraftShape.chain(2), None, None
 
@@ -323,12 +323,12 @@ def test_a_drafter_without_the_base_class_is_refused_by_name() -> None:
         SpeculativeGenerator(Old(), TableDecoder(TARGET))
 
 
-def test_a_depth_of_numpy_is_a_depth() -> None:
+def test_a_numpy_draft_length_is_accepted() -> None:
     made = SpeculativeGenerator("ngram", TableDecoder(TARGET), k=np.int64(3))  # type: ignore[arg-type]
     assert made.drafter.draft_shape.num_draft_tokens == 3
 
 
-def test_a_width_below_the_proposal_is_refused() -> None:
+def test_a_width_below_the_proposal_is_rejected() -> None:
     draft, target = TableDecoder(TARGET), TableDecoder(TARGET)
     with pytest.raises(ConfigurationError, match="verify_width: expected an integer or None, got '5'"):
         SpeculativeGenerator(draft, target, k=2, verify_width="5")  # type: ignore[arg-type]
@@ -338,13 +338,13 @@ def test_a_width_below_the_proposal_is_refused() -> None:
         SpeculativeGenerator(None, target, k=0, verify_width=0)
 
 
-def test_a_pair_of_different_batch_sizes_is_refused() -> None:
+def test_a_pair_of_different_batch_sizes_is_rejected() -> None:
     with pytest.raises(PairingError, match="batch_size: expected 1 for the draft, as for the target, got 2"):
         SpeculativeGenerator(TableDecoder(TARGET, slots=2), TableDecoder(TARGET))
 
 
-def test_values_of_sampling_without_do_sample_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    """transformers-neuronx samples there; here it is greedy."""
+def test_sampling_values_without_do_sample_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """transformers-neuronx samples in this case; Paceline is greedy."""
     made = generator()
     for keywords in ({"top_k": 50, "do_sample": False}, {"top_k": 50, "do_sample": True, "seed": 1}, {}):
         made.sample([[1, 2]], max_new_tokens=2, **keywords)

@@ -32,7 +32,7 @@ def plain(prompts: list[list[int]], **asked: object) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_plain_decoding_chooses_with_the_noise_of_every_token_s_own_position(mode: str) -> None:
+def test_plain_decoding_samples_with_the_noise_of_each_position(mode: str) -> None:
     text = list(PROMPTS[0])
     asked = {name: value for name, value in MODES[mode].items() if name != "do_sample"}
     params = Sampling(**({"temperature": 1.0} | asked if asked else {}))  # type: ignore[arg-type]
@@ -45,7 +45,7 @@ def test_plain_decoding_chooses_with_the_noise_of_every_token_s_own_position(mod
 
 
 @pytest.mark.parametrize(("mode", "k", "slots"), [("greedy", 8, 1), ("sampled", 1, 3), ("filtered", 8, 3)])
-def test_caches_hold_the_text_whatever_a_draft_model_says(mode: str, k: int, slots: int) -> None:
+def test_caches_hold_the_text_whatever_the_draft_proposes(mode: str, k: int, slots: int) -> None:
     wanted = plain(PROMPTS, max_new_tokens=25, **MODES[mode])
     generator = Checked(target(slots, logits=DRAFT), target(slots), k=k)
     for _ in range(2):  # and again, on used caches
@@ -71,7 +71,7 @@ def test_one_decoder_may_be_its_own_draft() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_model_that_drafts_for_itself_is_accepted_across_the_borders_of_buckets(mode: str) -> None:
+def test_a_self_draft_is_accepted_across_bucket_borders(mode: str) -> None:
     """A round that proposes nothing, as at a border, must not leave a hole in the draft's cache."""
     generator = Checked(target(1, (16, 32, 64)), target(1, (16, 32, 64)), k=4)
     done = run(generator, [PROMPTS[0]], **MODES[mode])
@@ -80,7 +80,7 @@ def test_a_model_that_drafts_for_itself_is_accepted_across_the_borders_of_bucket
 
 
 @pytest.mark.parametrize(("mode", "k"), [("greedy", 1), ("sampled", 8), ("filtered", 4)])
-def test_an_oracle_gains_k_tokens_a_round_and_its_opposite_none(k: int, mode: str) -> None:
+def test_an_oracle_gains_k_tokens_per_round_and_an_anti_oracle_none(k: int, mode: str) -> None:
     size = 1 + 4 * (k + 1)
     wanted = plain(PROMPTS, max_new_tokens=size, **MODES[mode])
     done = run(
@@ -95,7 +95,7 @@ def test_an_oracle_gains_k_tokens_a_round_and_its_opposite_none(k: int, mode: st
 
 
 @pytest.mark.parametrize(("alpha", "k", "golden"), [(0.6, 1, 1.60), (0.8, 5, 3.69)])
-def test_a_coin_gains_what_the_formula_says(alpha: float, k: int, golden: float) -> None:
+def test_a_random_drafter_gains_as_the_formula_predicts(alpha: float, k: int, golden: float) -> None:
     mean = (1 - alpha ** (k + 1)) / (1 - alpha)
     assert mean == pytest.approx(golden, abs=0.005)
     square = sum((n + 1) ** 2 * alpha**n * (1 - alpha) for n in range(k)) + (k + 1) ** 2 * alpha**k
@@ -122,7 +122,7 @@ def test_a_wider_window_than_the_proposal_changes_nothing(exact: bool, scores: b
         assert texts(done) == plain(prompt, max_new_tokens=30)
 
 
-def test_a_row_does_not_depend_on_its_neighbours() -> None:
+def test_a_row_does_not_depend_on_other_rows() -> None:
     asked = {"max_new_tokens": 20, "do_sample": True}
     for acceptor in ("match", "reject"):
         many = texts(run(Checked(target(3, logits=DRAFT), target(3), acceptor=acceptor), PROMPTS, seed=11, **asked))

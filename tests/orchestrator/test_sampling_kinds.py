@@ -1,4 +1,4 @@
-"""Requests of several kinds of sampling share rounds, which are of the widest kind that is there."""
+"""Requests of several sampling modes share rounds, which use the widest mode among them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def served(made: SpeculativeGenerator, requests: list[Request]) -> list[list[int
     return texts
 
 
-def test_a_batch_has_the_widest_kind_of_the_requests_that_are_seated() -> None:
+def test_a_round_has_the_widest_sampling_mode_of_its_requests() -> None:
     batch = Batch([None] * 3, RoundShape(2, 3), Statistics())
     params, seen = batch.sampling.params, [batch.sampling.kind]
 
@@ -83,7 +83,7 @@ def test_a_batch_has_the_widest_kind_of_the_requests_that_are_seated() -> None:
 
 @pytest.mark.parametrize("k", [0, 3])
 @pytest.mark.parametrize("sampled", [TOP_K, FULL, WIDE], ids=kind_of)
-def test_rounds_are_of_the_widest_kind_while_it_is_there(sampled: Sampling, k: int) -> None:
+def test_rounds_use_the_widest_mode_while_its_request_runs(sampled: Sampling, k: int) -> None:
     made, prompts, rounds = generator(2, k), list[SamplingKind](), list[SamplingKind]()
     watch_rounds(made, lambda inner: Kinds(inner, prompts, rounds))
     served(made, [request(0, GREEDY, new=40), request(1, sampled, new=12)])
@@ -94,7 +94,7 @@ def test_rounds_are_of_the_widest_kind_while_it_is_there(sampled: Sampling, k: i
 
 
 @pytest.mark.parametrize("k", [0, 3])
-def test_every_row_of_a_mixed_batch_has_the_tokens_that_it_has_alone(k: int) -> None:
+def test_every_row_of_a_mixed_batch_keeps_its_tokens(k: int) -> None:
     asked = [GREEDY, FULL, TOP_K, WIDE, GREEDY, TOP_K]
     requests = [request(index, sampling, new=12 + 5 * index) for index, sampling in enumerate(asked)]
     alone = [served(generator(1, k), [Request(0, one.prompt, one.sampling, one.max_length)])[0] for one in requests]

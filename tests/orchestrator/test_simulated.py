@@ -1,4 +1,4 @@
-"""Acceptance by coins: the rate is the one asked for, runs repeat, and everything says that this is no text."""
+"""Acceptance by coins: the rate is the one asked for, runs repeat, and every output is labelled as simulated."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROMPTS = [[1, 2, 3], [4], [5, 6, 5, 6], [7, 8]]
 
 
 @pytest.mark.parametrize(("alpha", "heat"), [(0.0, {}), (0.6, {"do_sample": True, "seed": 3}), (1.0, {})])
-def test_tokens_a_round_follow_the_formula(alpha: float, heat: dict) -> None:
+def test_tokens_per_round_follow_the_formula(alpha: float, heat: dict) -> None:
     """E = (1 - alpha^(k+1)) / (1 - alpha), for drafts of any quality."""
     k, wanted = 4, {0.0: 1.0, 0.6: 2.306, 1.0: 5.0}[alpha]
     for draft in (
@@ -32,7 +32,7 @@ def test_tokens_a_round_follow_the_formula(alpha: float, heat: dict) -> None:
         assert made.statistics.to_dict()["acceptor"] == "synthetic"
 
 
-def test_a_run_repeats_and_is_announced(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_simulated_run_is_reproducible_and_labelled(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "paceline"):
         made = SpeculativeGenerator("ngram", TableDecoder(TARGET), k=3, acceptor=SyntheticAcceptance(0.5))
     assert "does not follow the target's distribution" in caplog.text
@@ -40,7 +40,7 @@ def test_a_run_repeats_and_is_announced(caplog: pytest.LogCaptureFixture) -> Non
     assert torch.equal(first, second)
 
 
-def test_what_it_cannot_do_is_refused() -> None:
+def test_unsupported_simulations_are_rejected() -> None:
     with pytest.raises(ConfigurationError, match="a probability"):
         SpeculativeGenerator("ngram", TableDecoder(TARGET), acceptor=SyntheticAcceptance(1.5))
     with pytest.raises(ConfigurationError, match="on the device"):

@@ -58,13 +58,13 @@ def test_the_first_of_several_eos_ids_ends_the_text_and_stays_in_it(k: int, eos:
 
 
 @pytest.mark.parametrize("k", WINDOWS)
-def test_every_place_of_an_eos_in_the_window(k: int) -> None:
+def test_an_eos_at_every_position_of_the_window_ends_the_text(k: int) -> None:
     for eos in range(2, 13):
         text, reason, _ = run(generator(k), [1], eos_token_id=eos, max_new_tokens=15)
         assert (text, reason) == (list(range(1, eos + 1)), "stop")
 
 
-def test_the_checkpoint_s_eos_ids_hold_unless_others_are_given() -> None:
+def test_the_checkpoints_eos_ids_apply_unless_others_are_given() -> None:
     assert run(generator(4, eos=(6, 5)), [1])[0] == [1, 2, 3, 4, 5]
     assert run(generator(4, eos=(6, 5)), [1], eos_token_id=4)[0] == [1, 2, 3, 4]
     assert run(generator(4, eos=(6, 5)), [1], eos_token_id=[], max_new_tokens=8)[0] == list(range(1, 10))
@@ -101,7 +101,7 @@ OVERHANG = [
 
 @pytest.mark.parametrize("k", WINDOWS)
 @pytest.mark.parametrize(("strings", "pieces", "kept"), OVERHANG, ids=str)
-def test_a_stop_string_is_found_across_windows_and_tokens(
+def test_stop_string_across_windows_and_tokens_ends_the_text(
     strings: list[str], pieces: list[bytes], kept: int, k: int
 ) -> None:
     names = [b"<", *pieces, *[b"z%d" % i for i in range(V)]]
@@ -122,7 +122,9 @@ def test_a_stop_string_may_begin_in_the_prompt_but_not_end_there(k: int) -> None
 
 @pytest.mark.parametrize("k", WINDOWS)
 def test_in_new_text_alone_a_stop_string_does_not_begin_in_the_prompt(k: int) -> None:
-    """As in the answers of OpenAI's service; the second one is all new. A character may lie across the border."""
+    """Stop strings as in the responses of OpenAI's service; the second text is all new. A character may cross the
+    border.
+    """
     names = [b"", b"st", b"op", b" go", b" st", b"op", b"."] + [b"z"] * V
     script = [1, 2, 3, 4, 5, 6]
     asked = {"stop_strings": StopStrings(("stop",), scope="output"), "tokenizer": Pieces(names), "max_new_tokens": 5}
@@ -143,7 +145,7 @@ WORDS = every_byte()
 
 
 def checker(strings: StopStrings, prompt: Sequence[int] = ()) -> Slot:
-    """Of a request with these strings, whose text is long enough."""
+    """Result of a request with these strings, whose text is long enough."""
     return Slot(Request(0, tuple(prompt), Sampling(), 100, stop_strings=strings, tokenizer=WORDS))
 
 
@@ -152,7 +154,7 @@ def checker(strings: StopStrings, prompt: Sequence[int] = ()) -> Slot:
     tokens=st.lists(st.sampled_from([0, *WORDS.encode("ab the")]), min_size=1, max_size=10),
     stops=st.lists(st.sampled_from(["ab", "a<e>b", "<e>", "e<", "b the"]), min_size=1, max_size=3, unique=True),
 )
-def test_special_tokens_stand_in_the_text_as_with_hugging_face(tokens: list[int], stops: list[str]) -> None:
+def test_special_tokens_appear_in_the_text_as_with_hugging_face(tokens: list[int], stops: list[str]) -> None:
     theirs = StopStringCriteria(WORDS, stops)
     ours = checker(StopStrings(tuple(stops)), tokens[:1])
     for size in range(2, len(tokens) + 1):
@@ -162,7 +164,7 @@ def test_special_tokens_stand_in_the_text_as_with_hugging_face(tokens: list[int]
             return
 
 
-def test_a_round_decided_token_by_token_ends_in_new_text_where_plain_decoding_does() -> None:
+def test_host_verified_rounds_stop_where_plain_decoding_does() -> None:
     """The verifier appends the tokens of a round, and the batch is then given the same ones; each is looked at once."""
     new = [*WORDS.encode("the ab"), 0, *WORDS.encode("the"), 0, *WORDS.encode("b the b the")]
     strings = StopStrings(("b the",), scope="output")
@@ -228,7 +230,7 @@ def test_the_earliest_reason_wins(k: int, asked: dict[str, object], size: int, w
     assert result.statistics.new_tokens == size - 1
 
 
-def test_running_out_of_time_is_called_so() -> None:
+def test_max_time_is_reported_as_the_finish_reason() -> None:
     over = StoppingCriteriaList([MaxTimeCriteria(1.0, initial_timestamp=time.time() - 10)])
     assert run(generator(4), [1], stopping_criteria_list=over)[:2] == ([1, 2], "time")
 
@@ -238,7 +240,7 @@ def test_a_criterion_may_answer_with_a_plain_bool() -> None:
 
 
 @pytest.mark.parametrize("k", WINDOWS)
-def test_what_a_stop_cuts_is_not_counted(k: int) -> None:
+def test_tokens_cut_by_a_stop_are_not_counted(k: int) -> None:
     events = list(generator(k).stream([[1]], eos_token_id=5))
     assert [t for event in events for t in event.tokens] == [2, 3, 4, 5]
     for event in events:
@@ -264,8 +266,8 @@ class Passing:
 @pytest.mark.parametrize(
     "criterion", [Confident(), lambda ids, scores: scores.max() > 1, lambda _, scores: scores[0] > 1]
 )
-def test_a_criterion_that_reads_scores_is_refused_before_the_start(criterion: Any) -> None:
-    """It would be given None, as by `generate` without output_scores."""
+def test_a_criterion_that_reads_scores_is_rejected_before_the_start(criterion: Any) -> None:
+    """The criterion would get None, as from `generate` without output_scores."""
     one = generator(4)
     with pytest.raises(SamplingError, match="None, as in `generate` without output_scores"):
         one.sample([[1]], stopping_criteria_list=[criterion], max_new_tokens=3)
@@ -273,10 +275,10 @@ def test_a_criterion_that_reads_scores_is_refused_before_the_start(criterion: An
 
 
 @pytest.mark.parametrize("criterion", [Guarded(), Passing(), lambda ids, scores: scores])
-def test_a_criterion_that_takes_no_scores_is_asked(criterion: Any) -> None:
+def test_a_criterion_without_scores_is_called(criterion: Any) -> None:
     assert run(generator(4), [1], stopping_criteria_list=[criterion], max_new_tokens=3)[0] == [1, 2, 3, 4]
 
 
-def test_scores_that_are_read_unseen_are_refused_by_name() -> None:
+def test_reading_missing_scores_is_rejected_by_name() -> None:
     with pytest.raises(SamplingError, match="reads scores"):
         run(generator(4), [1], stopping_criteria_list=[lambda _, scores: max(scores) > 1], max_new_tokens=3)

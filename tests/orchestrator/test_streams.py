@@ -90,7 +90,7 @@ def test_hugging_face_s_iterator_streamer_works_across_threads() -> None:
     assert heard == Letters().decode(kept[0][0].tolist())  # type: ignore[index]
 
 
-def test_a_streamer_for_several_prompts_is_refused() -> None:
+def test_a_streamer_for_several_prompts_is_rejected() -> None:
     heard = Heard()
     with pytest.raises(SamplingError, match="streamer: expected one prompt, got 2"):
         generator(2).sample(PROMPTS[:2], streamer=heard)
@@ -151,7 +151,7 @@ def test_a_stream_that_never_begins_frees_its_decoders() -> None:
     one.sample([PROMPTS[0]], max_new_tokens=2)
 
 
-def test_a_pair_that_is_half_busy_frees_the_other_half() -> None:
+def test_a_pair_with_one_busy_decoder_releases_the_other() -> None:
     one = generator()
     draft = one.decoders[1]
     other = SpeculativeGenerator(None, draft)
@@ -164,7 +164,7 @@ def test_a_pair_that_is_half_busy_frees_the_other_half() -> None:
 
 
 @pytest.mark.parametrize("nested", [lambda draft: [(draft, 2)], lambda draft: ["ngram", ["suffix", draft]]])
-def test_a_draft_inside_a_list_is_held_too(nested: Callable[[object], list[object]]) -> None:
+def test_a_draft_inside_a_list_is_reserved_too(nested: Callable[[object], list[object]]) -> None:
     target, draft = generator().decoders
     one = SpeculativeGenerator(nested(draft), target, confidence_threshold=0.01)
     events = one.stream([PROMPTS[0]])
@@ -173,7 +173,7 @@ def test_a_draft_inside_a_list_is_held_too(nested: Callable[[object], list[objec
     events.close()  # type: ignore[attr-defined]
 
 
-def test_a_stream_refuses_bad_input_before_its_first_event() -> None:
+def test_a_stream_rejects_bad_input_before_its_first_event() -> None:
     with pytest.raises(SamplingError):
         generator().stream([PROMPTS[0]], max_new_tokens=0)
 
@@ -233,8 +233,8 @@ def test_statistics_are_those_of_the_last_call() -> None:
         assert one.statistics.new_tokens == size
 
 
-def test_texts_that_end_at_once_do_not_hold_up_one_that_goes_on() -> None:
-    """There is a slot for each of them at once; whoever shares the rounds would hear nothing until all are read."""
+def test_texts_that_end_early_do_not_delay_the_others() -> None:
+    """Each of them has a slot at once; otherwise a sharer of the rounds would wait until all are prefilled."""
     made = generator(2)
     requests = [
         replace(

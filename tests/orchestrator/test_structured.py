@@ -3,13 +3,13 @@
 Bugs of this class in other engines, and the test here that would find each:
 
     vllm#44993: grammar not advanced for drafted tokens beyond the reasoning block
-        test_the_grammar_begins_where_the_reasoning_ends_also_inside_a_draft
+        test_the_grammar_starts_after_the_reasoning_even_inside_a_draft
     vllm#47616: token ids and log-probabilities after a stop string leaked
         test_scores_and_tokens_end_together_with_the_text
     sglang#9187: EAGLE stuck where the draft did not fit the grammar
-        test_outputs_are_valid_and_those_of_plain_decoding_with_any_drafter
+        test_structured_outputs_are_valid_and_equal_plain_decoding
     vllm#54437: masks that fail open for lost drafts
-        test_a_bias_does_not_bring_back_what_the_grammar_forbids
+        test_a_bias_does_not_enable_tokens_the_grammar_forbids
     vllm#49694: a mask applied to another request's rows
         test_mixed_rows.py
     vllm#53777: the same draft rejected forever
@@ -98,7 +98,7 @@ def outputs(made: SpeculativeGenerator, kind: str, *, drawn: bool, count: int = 
 
 
 @pytest.mark.parametrize("drawn", [False, True], ids=["greedy", "drawn"])
-def test_outputs_are_valid_and_those_of_plain_decoding_with_any_drafter(drawn: bool) -> None:
+def test_structured_outputs_are_valid_and_equal_plain_decoding(drawn: bool) -> None:
     finished = checked = 0
     for kind in ASKED:
         plain = outputs(generator("plain"), kind, drawn=drawn)
@@ -121,8 +121,8 @@ def test_a_draft_model_under_the_mask_is_accepted_about_as_much_as_without_a_gra
 
 
 @pytest.mark.parametrize("special", [False, True], ids=["text", "special token"])
-def test_the_grammar_begins_where_the_reasoning_ends_also_inside_a_draft(special: bool) -> None:
-    """What a draft brings behind the end of the reasoning is under the grammar, and moves it."""
+def test_the_grammar_starts_after_the_reasoning_even_inside_a_draft(special: bool) -> None:
+    """Drafted tokens after the end of the reasoning are under the grammar, and move it."""
     words = tokenizer()
     if special:
         words.add_special_tokens({"additional_special_tokens": ["<end>"]})
@@ -148,7 +148,7 @@ def test_the_grammar_begins_where_the_reasoning_ends_also_inside_a_draft(special
     assert finished >= 4 and crossed > 0
 
 
-def test_reasoning_comes_first_if_it_is_opened() -> None:
+def test_opened_reasoning_precedes_the_grammar() -> None:
     grammars = GrammarCompiler(SIZE)
 
     def accepted(text: str, after: ReasoningMarkers) -> bool:
@@ -165,7 +165,7 @@ def test_reasoning_comes_first_if_it_is_opened() -> None:
     ]  # fmt: skip
 
 
-def test_an_eos_id_comes_only_where_the_grammar_accepts_and_every_one_of_several_may() -> None:
+def test_any_eos_id_appears_only_where_the_grammar_accepts() -> None:
     made = generator("ngram")
     asked = {"structured_outputs": ASKED["choice"], "tokenizer": WORDS, "max_new_tokens": NEW}
     bias = {END: 100.0, EOS: -100.0}
@@ -175,7 +175,7 @@ def test_an_eos_id_comes_only_where_the_grammar_accepts_and_every_one_of_several
     assert never[-1] == EOS  # nothing else may follow there, whatever the bias
 
 
-def test_min_tokens_gives_way_where_the_grammar_leaves_nothing_else() -> None:
+def test_min_tokens_yields_where_the_grammar_allows_only_the_end() -> None:
     ids = (
         generator("model")
         .sample([[BOS]], structured_outputs=ASKED["choice"], tokenizer=WORDS, min_tokens=20, max_new_tokens=NEW)[0]
@@ -194,7 +194,7 @@ def test_scores_and_tokens_end_together_with_the_text() -> None:
         assert [one.token for one in said] == row[1:length]
 
 
-def test_a_bias_does_not_bring_back_what_the_grammar_forbids() -> None:
+def test_a_bias_does_not_enable_tokens_the_grammar_forbids() -> None:
     bias = {VOCABULARY["z"] if "z" in VOCABULARY else VOCABULARY["y"]: 100.0}
     made = generator("suffix")
     ids = made.sample([[BOS]], structured_outputs=ASKED["flat"], tokenizer=WORDS, logit_bias=bias, max_new_tokens=NEW)[
@@ -214,14 +214,14 @@ def test_a_bias_does_not_bring_back_what_the_grammar_forbids() -> None:
         (StructuredOutput("grammar", LARGE), "too big"),
     ],
 )
-def test_what_is_no_grammar_is_named_before_any_work(asked: StructuredOutput, said: str) -> None:
+def test_an_invalid_grammar_is_rejected_before_any_work(asked: StructuredOutput, said: str) -> None:
     made = generator("ngram")
     with pytest.raises(SamplingError, match=said):
         made.sample([[BOS]], structured_outputs=asked, tokenizer=WORDS)  # type: ignore[call-overload]
     assert made.target.body.forwards == 0  # type: ignore[attr-defined]
 
 
-def test_what_cannot_be_compiled_for_other_reasons_is_named_too() -> None:
+def test_a_grammar_without_tokenizer_or_eos_is_rejected() -> None:
     made = generator("ngram")
     for more, said in (
         ({}, "expected a fast Hugging Face tokenizer"),
@@ -264,7 +264,9 @@ class Watched:
 
 
 def test_the_matcher_is_never_given_an_eos_id(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither with a draft that ends texts too early and goes on behind the end, nor in plain decoding."""
+    """The matcher gets no end id, with a draft that ends texts too early and continues after the end, nor in plain
+    decoding.
+    """
     given: list[int] = []
     compiled = GrammarCompiler.compile
 

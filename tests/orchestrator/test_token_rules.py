@@ -1,4 +1,4 @@
-"""What a request asks of its tokens: penalties, bias, log-probabilities, several continuations."""
+"""Token rules of a request: penalties, bias, log-probabilities, several continuations."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def by_hand(setting: dict[str, object], presence: float, frequency: float, bias:
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=["greedy", "drawn"])
-def test_penalties_and_bias_are_those_of_the_api(setting: dict[str, object]) -> None:
+def test_penalties_and_bias_equal_the_api_definition(setting: dict[str, object]) -> None:
     bias = {3: 1.5, 5: -100.0}
     asked = {"presence_penalty": 0.7, "frequency_penalty": 0.4, "logit_bias": bias, **setting}
     text = sampled(**asked).sequences[0].tolist()  # type: ignore[attr-defined]
@@ -47,7 +47,7 @@ def test_penalties_and_bias_are_those_of_the_api(setting: dict[str, object]) -> 
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=["greedy", "drawn"])
-def test_logprobs_are_those_of_the_model_whatever_is_done_to_its_logits(setting: dict[str, object]) -> None:
+def test_logprobs_are_the_models_before_any_processing(setting: dict[str, object]) -> None:
     done = sampled("ngram", options={"k": 3}, logprobs=4, logit_bias={5: -100.0}, output_scores=True, **setting)
     text, said = done.sequences[0].tolist(), done.token_logprobs[0]  # type: ignore[attr-defined]
     assert len(said) == len(text) - 2
@@ -62,7 +62,7 @@ def test_logprobs_are_those_of_the_model_whatever_is_done_to_its_logits(setting:
     assert plain.sequences.tolist() == done.sequences.tolist() and plain.token_logprobs is None  # type: ignore[attr-defined]
 
 
-def test_min_tokens_keeps_the_eos_id_away_and_ignore_eos_does_for_good() -> None:
+def test_min_tokens_delays_the_eos_id_and_ignore_eos_ignores_it() -> None:
     free = sampled(max_new_tokens=24, ignore_eos=True, eos_token_id=list(range(V)))
     assert free.lengths == [26]  # type: ignore[attr-defined]
     eos = free.sequences[0].tolist()[4]  # type: ignore[attr-defined]
@@ -71,7 +71,7 @@ def test_min_tokens_keeps_the_eos_id_away_and_ignore_eos_does_for_good() -> None
     assert eos not in later.sequences[0].tolist()[2:10]  # type: ignore[attr-defined]
 
 
-def test_n_continuations_are_those_of_n_rows_with_the_same_prompt() -> None:
+def test_n_continuations_equal_n_rows_with_the_same_prompt() -> None:
     setting = {"do_sample": True, "seed": 5, "max_new_tokens": 8, "eos_token_id": []}
     made = SpeculativeGenerator("ngram", TableDecoder(TARGET, slots=2), k=2)
     several = made.sample([[1, 2], [3, 4]], n=3, **setting)  # type: ignore[call-overload]
@@ -95,14 +95,14 @@ def test_n_continuations_are_those_of_n_rows_with_the_same_prompt() -> None:
         ({"prediction": 3}, "prediction: expected a string or a list of integers"),
     ],
 )
-def test_what_cannot_be_asked_is_named_before_any_work(asked: dict[str, object], said: str) -> None:
+def test_invalid_token_rules_are_rejected_before_any_work(asked: dict[str, object], said: str) -> None:
     made = SpeculativeGenerator(None, TableDecoder(TARGET))
     with pytest.raises(SamplingError, match=said):
         made.sample([[1, 2]], **asked)  # type: ignore[call-overload]
     assert made.target.body.forwards == 0  # type: ignore[attr-defined]
 
 
-def test_a_rule_that_decides_on_the_device_takes_no_logprobs() -> None:
+def test_a_rule_on_the_device_rejects_logprobs() -> None:
     made = SpeculativeGenerator("ngram", TableDecoder(TARGET), acceptor="typical", k=2)
     with pytest.raises(ConfigurationError, match="'typical' decides on the device"):
         made.sample([[1, 2]], logprobs=0)

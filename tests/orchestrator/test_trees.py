@@ -89,7 +89,7 @@ def test_the_cache_is_the_committed_prefix_after_every_tree(grown: bool) -> None
     assert checked.statistics.tau > 1.5
 
 
-def test_features_are_the_states_that_predicted_the_tokens(workshop: Workshop) -> None:
+def test_hidden_states_are_those_that_predicted_the_tokens(workshop: Workshop) -> None:
     """After rounds over trees, features equal those of one reading of the whole text."""
     from paceline.decoder.steps import prefill
 

@@ -1,4 +1,4 @@
-"""Drafters that fail on purpose, in processes of their own that start fast; no tests in here."""
+"""Drafters that fail on purpose, in separate processes that start fast; no tests."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class Forked:
 
 @contextmanager
 def serving(listener: socket.socket, drafters: DrafterPool) -> Iterator[None]:
-    """Whoever calls at the listener and knows the tests' secret is served."""
+    """Any caller at the listener that knows the tests' secret is served."""
     server = DraftServer(listener, SECRET, drafters)
     thread = threading.Thread(target=server.run)
     thread.start()

@@ -1,4 +1,4 @@
-"""What tests of workers on real Ray launch, and what they compare with; no tests in here."""
+"""Plans that tests of workers on real Ray launch, and references to compare with; no tests."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def planned(*entries: dict[str, object]) -> Plan:
 
 
 def wanted(workshop: Workshop, prompts: list[list[int]], **asked: object) -> list[list[int]]:
-    """What the target says in this process, plainly."""
+    """Plain decoding of the target in this process."""
     decoder = AutoDecoder.from_pretrained(workshop.checkpoint(), n_positions=128, amp="f32", backend="eager")
     plain = SpeculativeGenerator(None, decoder, k=0, verify_width=5)
     result = plain.sample(prompts, return_dict=True, **asked)  # type: ignore[arg-type]
@@ -62,7 +62,7 @@ def drafts(models: Deployment, target: str) -> bool:
 
 
 def wait_for_draft(models: Deployment, target: str) -> None:
-    """Until the target's drafter answers."""
+    """Wait until the target's drafter answers."""
     end = time.monotonic() + 120
     while not drafts(models, target):
         assert time.monotonic() < end, models.statistics(target)

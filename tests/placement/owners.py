@@ -1,4 +1,4 @@
-"""Processes that own the cores of a plan and decode with a model of their own; in a file of their own: started fast."""
+"""Processes that own the cores of a plan and decode with a separate model; a separate file, so that they start fast."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def occupy(env: tuple[tuple[str, str], ...], cores: CoreRange, link: Connection)
 
 
 def said(cores: CoreRange, prompt: Sequence[int]) -> list[int]:
-    """What the model on these cores says to a prompt: it is another one for every range."""
+    """Response of the model on these cores to a prompt: every range has another model."""
     model = TableDecoder(table(_V, seed=100 * cores.first + len(cores), spread=2.0))
     (text,) = SpeculativeGenerator("ngram", model).sample([list(prompt)], max_new_tokens=12).tolist()  # type: ignore[union-attr]
     found: list[int] = text

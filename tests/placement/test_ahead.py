@@ -30,7 +30,7 @@ K = 4
 
 
 @pytest.mark.parametrize(("kind", "least", "most"), [("itself", 1.0, 1.0), ("never", 0.0, 0.0), ("often", 0.01, 0.9)])
-def test_work_is_ready_exactly_when_all_of_it_was_right(kind: str, least: float, most: float) -> None:
+def test_prepared_drafts_are_used_exactly_if_all_predictions_were_right(kind: str, least: float, most: float) -> None:
     """The target as its own draft is always right; one that takes the least likely token never is."""
     logits: torch.Tensor = {"itself": TARGET, "never": -TARGET, "often": DRAFT}[kind]
     ahead = LookaheadDrafter(drafter(1, 3, logits))
@@ -47,8 +47,8 @@ def test_work_is_ready_exactly_when_all_of_it_was_right(kind: str, least: float,
 
 
 @pytest.mark.parametrize(("slots", "asked"), [(1, {}), (3, SAMPLED)], ids=["greedy", "sampled"])
-def test_the_more_time_there_is_the_more_is_ready(slots: int, asked: dict) -> None:
-    """Whatever was read meanwhile: the caches, which check themselves, hold the text, and tokens are the same."""
+def test_more_idle_time_prepares_more_drafts(slots: int, asked: dict) -> None:
+    """Whatever was read in advance: the caches, which check themselves, hold the text, and tokens are the same."""
     prompts = [PROMPT, [9], [2, 6, 5], [3, 5, 8, 9, 7, 9, 3, 2, 3]]
     asked = {"max_new_tokens": 25, **asked}
     wanted = SpeculativeGenerator(None, TableDecoder(TARGET)).sample(prompts, return_dict=True, **asked)
@@ -96,7 +96,7 @@ class Texts:
         return found
 
     def committed(self) -> list[list[int]]:
-        """What the target might say: often what was expected, or else something like it in every slot."""
+        """Possible responses of the target: often what was expected, or else something like it in every slot."""
         last = self.ahead._last
         if last is None:
             return [[self._dice.randrange(VOCABULARY)] for _ in self.ends]
@@ -136,7 +136,7 @@ class Texts:
 
 @pytest.mark.parametrize("slots", [1, 4])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_its_proposals_are_those_of_the_same_drafter(workshop: Workshop, slots: int, temperature: float) -> None:
+def test_asynchronous_proposals_equal_the_drafters(workshop: Workshop, slots: int, temperature: float) -> None:
     """Outcomes are read into the same rows, so that all but the last leave a cache that has to be put right."""
     texts = Texts(workshop, slots, random.Random(7))
     sampling = sampling_tensors([Sampling(temperature, seed=seed) for seed in range(slots)])
@@ -146,7 +146,7 @@ def test_its_proposals_are_those_of_the_same_drafter(workshop: Workshop, slots: 
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_second_choices_are_what_the_drafter_would_have_chosen_instead(workshop: Workshop, temperature: float) -> None:
+def test_second_choices_are_the_drafters_next_best_tokens(workshop: Workshop, temperature: float) -> None:
     decoder, vocabulary = workshop.decoder("draft", slots=4).sibling(), VocabMap(VOCABULARY, VOCABULARY)
     sampling = sampling_tensors([Sampling(temperature, seed=seed) for seed in range(4)])
     commit = Commit(
@@ -175,7 +175,7 @@ def test_second_choices_are_what_the_drafter_would_have_chosen_instead(workshop:
         assert torch.allclose(best.values[:, 0] - best.values[:, 1], torch.tensor(gaps[slot]), atol=1e-4)
 
 
-def test_what_fails_in_idle_time_is_not_tried_again() -> None:
+def test_failed_idle_work_is_not_repeated() -> None:
     """The server says so in its next answer, and goes on."""
     ahead = working_ahead(1, 3)
     calm = ahead._inner.propose
@@ -199,7 +199,7 @@ def test_the_hit_rate_is_in_the_statistics() -> None:
 
 
 def learnt(first: int, second: int, neither: int, gap: float) -> OutcomeModel:
-    """Odds after so many choices of one gap."""
+    """Odds after ``count`` choices of one gap."""
     odds, chain = OutcomeModel(), DraftedSlot([5], 1, [6], [gap])
     for token, times in ((5, first), (6, second), (7, neither)):
         for _ in range(times):
@@ -207,7 +207,7 @@ def learnt(first: int, second: int, neither: int, gap: float) -> OutcomeModel:
     return odds
 
 
-def test_odds_are_shares_of_what_was_seen_and_only_up_to_the_first_rejection() -> None:
+def test_outcome_odds_count_observations_up_to_the_first_rejection() -> None:
     odds = learnt(70, 20, 10, gap=0.6)
     assert odds.of(0.7) == (70.5 / 101, 20.25 / 101) == odds.of(None) and odds.of(3.5) == (0.5, 0.25)
     odds = OutcomeModel()
@@ -225,7 +225,7 @@ def test_old_texts_are_forgotten() -> None:
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
-def test_outcomes_come_by_their_odds_and_all_of_them(slots: int) -> None:
+def test_all_outcomes_are_ordered_by_their_odds(slots: int) -> None:
     """Against all products of what may happen in each slot; the odds of all, with the unlikely ones, are at most 1."""
     odds = learnt(60, 20, 20, gap=0.3)
     for _ in range(50):
@@ -253,7 +253,7 @@ def test_outcomes_come_by_their_odds_and_all_of_them(slots: int) -> None:
     assert full is not None and full.tokens in wanted and full.odds == pytest.approx(wanted[full.tokens])
 
 
-def test_what_was_not_drafted_is_not_expected() -> None:
+def test_padding_is_not_an_expected_outcome() -> None:
     odds, chain = OutcomeModel(), DraftedSlot([5, PAD, PAD], 2, [6, 7, 8], [0.1, 0.1, 0.1])
     assert odds.full([chain]) is None and [one.tokens for one in odds.outcomes([chain])] == [((6,),)]
     assert list(odds.outcomes([chain, DraftedSlot([PAD], 0, [3], [0.1])])) == []
@@ -266,7 +266,7 @@ class Clock:
         return self.now
 
 
-def test_work_is_begun_where_it_is_expected_to_save_more_than_it_costs() -> None:
+def test_idle_work_starts_if_it_saves_more_than_it_costs() -> None:
     clock = Clock()
     idle = IdleBudget(clock)
     idle.begin()

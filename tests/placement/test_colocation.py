@@ -73,7 +73,7 @@ class Machine:
         return fragmentation(MACHINE, self.taken)
 
     def check(self) -> None:
-        """Every planned core is held by its own process, no other core by anybody, and all answer at the same time."""
+        """Every planned core is held by its process, no other core by any process, and all answer at the same time."""
         assert held() == {core: pid for item, pid in self.running.values() for core in item.cores.cores}
         assert len(held()) == sum(len(item.cores) for item, _ in self.running.values())  # nobody shares one
         for link in self._links.values():
@@ -103,7 +103,7 @@ def come(machine: Machine, name: str, degree: int) -> CoreRange:
     return item.cores
 
 
-def test_three_of_eight_fill_it_and_one_that_leaves_makes_room(machine: Machine) -> None:
+def test_three_models_fill_an_instance_and_a_freed_one_is_reused(machine: Machine) -> None:
     started(machine, [model(name, 8) for name in "abc"])
     assert machine.left.free == 0
     with pytest.raises(PlanError, match="0 of 24"):

@@ -35,7 +35,7 @@ def simulated() -> Cluster:
     return made
 
 
-def test_the_claim_of_a_caller_that_died_while_it_loaded_is_void(simulated: Cluster) -> None:
+def test_the_claim_of_a_caller_that_died_loading_is_released(simulated: Cluster) -> None:
     allocator = CoreAllocator(cluster=simulated)
     allocator.claim("node", LARGE, [CoreRequest("loads", 16, CoreRange(0, 15), startup_timeout_s=60)])
     allocator.claim("node", LARGE, [CoreRequest("dies", 8, CoreRange(16, 23), startup_timeout_s=-1)])
@@ -52,8 +52,10 @@ def test_the_claim_of_a_caller_that_died_while_it_loaded_is_void(simulated: Clus
     assert allocator.taken() == {}
 
 
-def test_a_node_that_is_gone_is_in_no_report(simulated: Cluster) -> None:
-    """Its workers too, though Ray may still have their names: it would start them anew, and has nowhere to."""
+def test_a_lost_node_is_not_reported(simulated: Cluster) -> None:
+    """Workers of the node too, though Ray may still have their names: it would start them again, and has no node for
+    them.
+    """
     alive = simulated.alive = {"node", "other"}
     allocator = CoreAllocator(cluster=simulated)
     for node in sorted(alive):
@@ -87,7 +89,7 @@ def test_the_next_allocator_knows_the_cores_of_actors_with_any_name(simulated: C
     assert following.claim("node", LARGE, [CoreRequest("next", 8, CoreRange(0, 7))]) == [CoreRange(8, 15)]
 
 
-def test_it_belongs_to_no_placement_group_of_its_first_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_allocator_is_outside_its_callers_placement_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replica captures its children into its own group, and the allocator would die with it."""
     options = dict[str, Any]()
 
@@ -106,7 +108,7 @@ class Asked:
         return SimpleNamespace(remote=lambda *_: method)
 
 
-def test_a_silent_allocator_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unresponsive_allocator_raises_a_named_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def silent(reference: object, timeout: float) -> object:
         raise ray.exceptions.GetTimeoutError("nothing yet")
 
@@ -118,7 +120,7 @@ def test_a_silent_allocator_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("deaths", [1, 2])
 def test_an_allocator_that_has_just_ended_is_created_again_once(monkeypatch: pytest.MonkeyPatch, deaths: int) -> None:
-    """Whoever leaves last ends it, perhaps while somebody else claims."""
+    """The last user ends it, perhaps while another process claims cores."""
     made = []
 
     def answer(reference: object, timeout: float) -> object:
@@ -136,7 +138,7 @@ def test_an_allocator_that_has_just_ended_is_created_again_once(monkeypatch: pyt
     assert len(made) == 2
 
 
-def test_what_is_in_use_does_not_end(simulated: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_allocator_in_use_does_not_end(simulated: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = []
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(current_actor="me"))
     monkeypatch.setattr(ray, "kill", ended.append)
@@ -150,7 +152,7 @@ def test_what_is_in_use_does_not_end(simulated: Cluster, monkeypatch: pytest.Mon
     assert ended == ["me"]
 
 
-def test_nothing_is_given_back_to_an_allocator_that_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_releasing_cores_does_not_create_an_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*_: object) -> object:
         raise ValueError
 
@@ -162,7 +164,7 @@ def test_nothing_is_given_back_to_an_allocator_that_is_not(monkeypatch: pytest.M
 
 @pytest.mark.ray
 def test_an_allocator_whose_users_were_killed_ends(cluster: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody is left to end it. What is claimed is kept for as long as its worker may still come."""
+    """No user is left to end it. A claim is kept for as long as its worker may still come."""
     monkeypatch.setattr(core_allocator, "_IDLE_S", 0.1)
     allocator, node = core_allocator.allocator(), ray.nodes()[0]["NodeID"]
     ray.get(allocator.claim.remote(node, LARGE, [CoreRequest("dies", 8, CoreRange(0, 7), startup_timeout_s=5)]))

@@ -20,14 +20,16 @@ from tests.placement.wishes import model
 
 @pytest.fixture
 def spec() -> WorkerSpec:
-    """Of a worker whose variables this process does not have, so that it cannot start here."""
+    """Settings of a worker whose variables this process does not have, so that it cannot start in it."""
     made = plan([model("chat")], INSTANCES["inf2.48xlarge"])
     location = Location("chat", "here", made.placements[0].cores)
     return worker_specs(made.instance, made.placements, FaultPolicy(), locations={"chat": location})["chat"]
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-def test_only_its_first_start_raises(spec: WorkerSpec, restarted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_first_start_of_a_draft_worker_raises(
+    spec: WorkerSpec, restarted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     context, paused = SimpleNamespace(was_current_actor_reconstructed=restarted), list[float]()
     monkeypatch.setattr(actors.ray, "get_runtime_context", lambda: context)
     monkeypatch.setattr(actors, "sleep", paused.append)
@@ -41,9 +43,7 @@ def test_only_its_first_start_raises(spec: WorkerSpec, restarted: bool, monkeypa
     assert len(paused) == restarted, "a process that ends at once would be started without a pause"
 
 
-def test_it_has_its_address_before_it_loads_and_refuses_until_it_can_answer(
-    spec: WorkerSpec, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_draft_worker_binds_its_address_before_loading(spec: WorkerSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """A port that was free when it was chosen could be another's after the minutes that a model takes."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

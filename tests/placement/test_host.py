@@ -32,7 +32,7 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="this system does not say when a process began")
 @pytest.mark.parametrize("end", [processes.kill, ActorSupervisor("nobody", None).replace], ids=["kill", "keeper"])
-def test_only_the_process_that_was_meant_is_killed(child: subprocess.Popen[bytes], end: object) -> None:
+def test_only_the_intended_process_is_killed(child: subprocess.Popen[bytes], end: object) -> None:
     assert callable(end)
     meant = processes.running(child.pid)
     assert meant.began
@@ -62,17 +62,17 @@ print(threads, apart - before, count() > apart)
 """
 
 
-def test_a_team_of_threads_ends_with_its_thread() -> None:
+def test_a_thread_team_ends_with_its_thread() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True, check=True)
     assert done.stdout.split() == ["2", "0", "True"]
 
 
-def test_what_it_raises_arrives() -> None:
+def test_exceptions_of_a_separate_thread_are_raised() -> None:
     with pytest.raises(ZeroDivisionError):
         run_apart(lambda: 1 / 0)
 
 
-def test_every_level_that_is_made_is_ours_alone(tmp_path: Path) -> None:
+def test_every_created_folder_is_private(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         private(tmp_path / "a" / "b" / "c")
@@ -86,7 +86,7 @@ def test_every_level_that_is_made_is_ours_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("level", ["sockets", "sockets/inner"])
-def test_a_folder_that_others_can_change_is_refused(tmp_path: Path, level: str) -> None:
+def test_a_folder_writable_by_others_is_rejected(tmp_path: Path, level: str) -> None:
     (tmp_path / "sockets" / "inner").mkdir(parents=True)
     (tmp_path / level).chmod(0o777)
     with pytest.raises(WorkerError, match=f"{tmp_path / level}: expected a folder that only you can write to"):
@@ -94,7 +94,7 @@ def test_a_folder_that_others_can_change_is_refused(tmp_path: Path, level: str) 
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only the administrator can give a folder away")
-def test_a_folder_or_a_link_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_or_link_of_another_user_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs, elsewhere = tmp_path / "theirs", tmp_path / "elsewhere"
     theirs.mkdir()
     elsewhere.mkdir()

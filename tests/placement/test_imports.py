@@ -1,4 +1,4 @@
-"""What importing does not load: placement and Ray with the package, Ray and sockets with planning."""
+"""Imports load no more than needed: the package neither placement nor Ray, planning neither Ray nor sockets."""
 
 from __future__ import annotations
 

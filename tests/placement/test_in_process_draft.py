@@ -53,9 +53,7 @@ def test_folders_are_relative_to_the_file(home: Path) -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_the_length_of_drafts_is_chosen_in_every_round_unless_it_is_given(
-    home: Path, keys: dict[str, object], k: object
-) -> None:
+def test_the_draft_length_is_adaptive_unless_given(home: Path, keys: dict[str, object], k: object) -> None:
     (spec,) = read(home, {"name": "chat", **keys})
     assert spec.speculative.k == k
 
@@ -69,7 +67,7 @@ def test_an_entry_without_a_draft_decodes_plainly(home: Path) -> None:
     "name",
     [*TAKES_NOTHING, "model", "list", "choice", "medusa", "eagle", "pard", "dflash", "mlp_speculator"],
 )
-def test_a_draft_takes_memory_of_the_target_and_no_cores(home: Path, name: str) -> None:
+def test_an_in_process_draft_takes_memory_and_no_cores(home: Path, name: str) -> None:
     (alone,) = planned(home).placements
     (item,) = planned(home, draft=drafts(Path("draft"), Path())[name]).placements
     assert item.role == "target" and item.cores == alone.cores
@@ -77,14 +75,14 @@ def test_a_draft_takes_memory_of_the_target_and_no_cores(home: Path, name: str) 
     assert grown == ((False, False) if name in TAKES_NOTHING else (True, True))
 
 
-def test_a_draft_model_counts_as_if_it_were_planned_alone(home: Path) -> None:
+def test_an_in_process_draft_model_has_the_footprint_of_a_separate_one(home: Path) -> None:
     (target,), (draft,) = planned(home).placements, planned(home, path="draft").placements
     (both,) = planned(home, draft="draft").placements
     assert both.footprint.weights == target.footprint.weights + draft.footprint.weights
     assert both.footprint.cache == target.footprint.cache + draft.footprint.cache
 
 
-def test_a_draft_has_a_separate_degree_even_one_that_does_not_divide_it(home: Path) -> None:
+def test_a_draft_can_have_another_degree_than_its_target(home: Path) -> None:
     for degree in (1, 3):
         assert planned(home, draft={"path": "draft", "tp_degree": degree}, tp_degree=4)
 
@@ -114,7 +112,7 @@ def test_errors_name_the_model_and_the_key(home: Path, keys: dict[str, object], 
         read(home, {"name": "chat", **keys})
 
 
-def test_a_model_drafts_in_one_place(home: Path) -> None:
+def test_a_draft_is_in_process_or_separate(home: Path) -> None:
     own = {"name": "small", "path": "draft", "draft_of": "chat"}
     with pytest.raises(PlanError, match="'chat': expected one draft, got a `draft` in its own process and 'small'"):
         read(home, {"name": "chat", "draft": "ngram"}, own)
@@ -126,9 +124,7 @@ def test_a_model_drafts_in_one_place(home: Path) -> None:
     assert draft.k == 3
 
 
-def test_a_folder_in_the_current_folder_is_found_too(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_relative_folder_is_found(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(home / "draft", tmp_path / "elsewhere")
     monkeypatch.chdir(tmp_path)
     (spec,) = read(home, {"name": "chat", "draft": "elsewhere"})

@@ -67,7 +67,7 @@ def with_policy(home: Path, policy: str) -> Path:
     return home / "models.yaml"
 
 
-def test_the_fault_policy_stands_in_the_file(home: Path) -> None:
+def test_the_fault_policy_is_read_from_the_file(home: Path) -> None:
     policy = read_fault_policy(
         with_policy(
             home,
@@ -101,7 +101,7 @@ def test_the_fault_policy_stands_in_the_file(home: Path) -> None:
         ("{draft_timeouts: {max_failures: true}}", "fault_policy.draft_timeouts.max_failures: expected a whole number"),
     ],
 )
-def test_a_fault_policy_that_is_wrong_is_refused_by_name(home: Path, policy: str, says: str) -> None:
+def test_an_invalid_fault_policy_is_rejected_by_name(home: Path, policy: str, says: str) -> None:
     done = CliRunner().invoke(app, ["plan", str(with_policy(home, policy)), "--instance", "inf2.48xlarge"])
     assert done.exit_code == 2 and says in " ".join(done.stderr.split()), done.output
 
@@ -144,7 +144,7 @@ def test_a_fault_policy_that_is_wrong_is_refused_by_name(home: Path, policy: str
         (['{name: a, config: "a\\0b"}'], "cannot be searched for"),
     ],
 )
-def test_what_cannot_be_planned_is_said_with_exit_status_2(home: Path, entries: list[str], says: str) -> None:
+def test_an_impossible_plan_exits_with_status_2(home: Path, entries: list[str], says: str) -> None:
     done = call(home, *entries)
     assert done.exit_code == 2 and says in " ".join(done.stderr.split()), done.output
     assert not done.stdout and "Traceback" not in done.stderr
@@ -175,7 +175,7 @@ def test_what_cannot_be_planned_is_said_with_exit_status_2(home: Path, entries: 
         ),
     ],
 )
-def test_what_can_be_planned_and_not_run_is_refused_before_anything_starts(home: Path, entry: str, says: str) -> None:
+def test_a_plan_that_cannot_run_is_rejected_before_anything_starts(home: Path, entry: str, says: str) -> None:
     assert call(home, entry).exit_code == 0
     done = CliRunner().invoke(app, ["serve", str(home / "models.yaml"), "--instance", "inf2.48xlarge"])
     assert done.exit_code == 2 and says in " ".join(done.stderr.split()), done.output
@@ -184,7 +184,7 @@ def test_what_can_be_planned_and_not_run_is_refused_before_anything_starts(home:
         planner.check(plan(read_models(home / "models.yaml"), INSTANCES["inf2.48xlarge"]))
 
 
-def test_files_that_are_no_models_file(home: Path) -> None:
+def test_files_that_are_not_models_files_are_rejected(home: Path) -> None:
     for text in ("", "models: {a: 1}", "models: []", "other: []", "models: [", "\x00"):
         (home / "models.yaml").write_text(text)
         with pytest.raises(PlanError):
@@ -202,7 +202,7 @@ def test_a_draft_follows_the_replicas_of_its_target(home: Path) -> None:
     assert [model.replicas for model in read_models(home / "models.yaml")] == [3, 3]
 
 
-def test_neuron_ls_is_understood() -> None:
+def test_neuron_ls_is_parsed() -> None:
     def rows(count: int, cores: int, memory: int, logical: int | None) -> str:
         more = {} if logical is None else {"logical_neuroncore_config": logical}
         ids = list(range(cores))
@@ -219,8 +219,8 @@ def test_neuron_ls_is_understood() -> None:
             matching(text)
 
 
-def test_without_an_instance_the_machine_is_asked(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`neuron-ls` on the path, that works, fails and is not there."""
+def test_the_default_instance_is_this_machine(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`neuron-ls` on the path: working, failing and missing."""
     rows = [{"nc_count": 2, "memory_size": 32 << 30, "neuroncore_ids": [2 * n, 2 * n + 1]} for n in range(12)]
     tool = home / "neuron-ls"
     monkeypatch.setenv("PATH", f"{home}:/usr/bin:/bin")

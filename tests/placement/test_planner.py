@@ -61,14 +61,14 @@ def test_a_plan_keeps_every_rule_or_there_is_none(name: str, dice: random.Random
     assert plan(models, machine, taken=taken) == made  # the order of the file does not matter
 
 
-def test_processes_on_other_cores_have_other_cpus_whichever_plan_they_are_in() -> None:
+def test_processes_on_different_cores_have_different_cpus() -> None:
     machine = INSTANCES["inf2.48xlarge"]
     runs = [CoreRange(first, first + 3) for first in range(0, machine.cores, 4)]
     cpus = [set(range(first, last + 1)) for first, last in (cpus_of(machine, run) for run in runs)]
     assert sum(map(len, cpus)) == len(set().union(*cpus)) == machine.vcpus
 
 
-def test_plans_made_one_after_the_other_share_no_port() -> None:
+def test_successive_plans_share_no_port() -> None:
     machine = INSTANCES["inf2.48xlarge"]
     (first,) = plan([model("a", 8)], machine).placements
     (second,) = plan([model("b", 8)], machine, taken=[first.cores]).placements
@@ -76,7 +76,7 @@ def test_plans_made_one_after_the_other_share_no_port() -> None:
 
 
 def best_by_force(machine: Instance, taken: tuple[CoreRange, ...], degrees: list[int]) -> tuple[int, ...] | None:
-    """Of all packings, the most free runs left, longest first; None if there is no packing."""
+    """The best of all packings: the most free runs left, longest first; None if there is no packing."""
     best: tuple[int, ...] | None = None
     reached: set[tuple[int, frozenset[CoreRange]]] = set()
     stack = [(0, frozenset(taken))]
@@ -95,7 +95,7 @@ def best_by_force(machine: Instance, taken: tuple[CoreRange, ...], degrees: list
     return best
 
 
-def test_no_packing_is_better() -> None:
+def test_the_packing_is_the_best() -> None:
     dice, found, none = random.Random(5), 0, 0
     for _ in range(150):
         machine = INSTANCES[dice.choice(("inf2.24xlarge", "inf2.24xlarge", "inf2.xlarge", "trn2.3xlarge"))]
@@ -124,7 +124,7 @@ def test_eight_models_fill_an_instance_when_they_can() -> None:
     check(plan([model(f"m{i}", 1) for i in range(24)], machine))
 
 
-def test_what_is_left_stays_in_one_piece() -> None:
+def test_free_cores_stay_contiguous() -> None:
     machine = INSTANCES["inf2.48xlarge"]
     taken = [CoreRange(0, 7), CoreRange(8, 9)]
     assert best_fit(machine, taken, 2) == CoreRange(10, 11)
@@ -135,7 +135,7 @@ def test_what_is_left_stays_in_one_piece() -> None:
     assert (left.free, dict(left.runs)[4], round(left.stranded, 3)) == (21, 3, round(1 - 12 / 21, 3))
 
 
-def test_a_draft_sits_next_to_its_target_where_that_costs_nothing() -> None:
+def test_a_draft_is_adjacent_to_its_target_if_possible() -> None:
     machine = INSTANCES["inf2.48xlarge"]
     targets = [model("a", 8), model("b", 8)]
     made = plan([*targets, model("db", 2, draft_of=("b",))], machine, taken=[CoreRange(16, 17), CoreRange(22, 23)])
@@ -156,7 +156,7 @@ def test_every_replica_of_a_target_has_its_own_draft() -> None:
 EIGHT = config(heads=32, layers=32, hidden=4096, vocab=128256, kv=8)
 
 
-def test_auto_takes_cores_while_a_token_gets_faster_and_leaves_room_for_the_others() -> None:
+def test_auto_adds_cores_while_tokens_get_faster_and_others_fit() -> None:
     machine = INSTANCES["inf2.48xlarge"]
     big = model("big", None, of=EIGHT, backend="neuron")
     assert footprint(EIGHT, big.options, 1).total <= machine.memory, "it fits on one core, which is slow"
@@ -209,7 +209,7 @@ def test_auto_leaves_headroom_where_it_can() -> None:
     assert degrees_of(full, replace(machine, devices=1, degrees=(1, 2)))[0] == 2
 
 
-def test_a_backend_is_one_that_drives_the_chip() -> None:
+def test_a_backend_must_support_the_chip() -> None:
     def on(backend: str) -> ModelSpec:
         return model("m", 1, backend=backend)
 
@@ -225,7 +225,7 @@ def test_a_backend_is_one_that_drives_the_chip() -> None:
         plan([on(backend)], instance("trn2.48xlarge"))
 
 
-def test_a_pair_without_room_is_told_what_fits() -> None:
+def test_a_pair_that_does_not_fit_names_what_fits() -> None:
     seventy = config(heads=64, layers=80, hidden=8192, vocab=128256, kv=8)
     models = [model("large", 24, of=seventy), model("draft", 8, of=EIGHT, draft_of=("large",))]
     with pytest.raises(
@@ -234,7 +234,7 @@ def test_a_pair_without_room_is_told_what_fits() -> None:
         plan(models, INSTANCES["inf2.48xlarge"])
 
 
-def test_a_footprint_counts_what_there_is() -> None:
+def test_a_footprint_counts_weights_and_caches() -> None:
     one = config(heads=4, layers=2, hidden=96, vocab=64, kv=2)
     products = 2 * (96 * (4 * 8 * 2 + 2 * 8 * 2) + 3 * 96 * 192)
     whole = footprint(one, LoadOptions(n_positions=128), 1)
@@ -254,7 +254,7 @@ def test_a_footprint_counts_what_there_is() -> None:
 
 
 @pytest.mark.parametrize("gqa", [None, GQA.ALL_GATHER_HEADS])
-def test_a_footprint_counts_the_heads_that_a_rank_really_has(gqa: GQA | None) -> None:
+def test_a_footprint_counts_padded_heads(gqa: GQA | None) -> None:
     """40 query heads share 10 K/V heads: four ranks cannot have whole ones, and each query head gets its own copy."""
     odd = config(heads=40, layers=2, hidden=320, vocab=64, kv=10)
     asked = LoadOptions(n_positions=128, group_query_attention=gqa)
@@ -292,7 +292,7 @@ def test_a_refusal_tells_fragmentation_from_fullness() -> None:
         plan([model("m", 8)], INSTANCES["inf2.48xlarge"], taken=taken)
 
 
-def test_a_cache_of_8_bits_takes_a_byte_a_number_and_a_scale_a_row() -> None:
+def test_an_8_bit_cache_counts_one_byte_per_number_and_one_scale_per_row() -> None:
     shape, sizes = LoadOptions(batch_size=2, n_positions=1024), config()
     wide, narrow = (footprint(sizes, replace(shape, kv_cache_dtype=form), 1) for form in (None, "int8"))
     assert narrow.cache * 2 * sizes.head_dim == wide.cache * (sizes.head_dim + 4)

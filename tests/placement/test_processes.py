@@ -1,4 +1,4 @@
-"""Cores held by locks, a drafter's process of its own, and a checkpoint behind the whole path without Ray."""
+"""Cores held by locks, a drafter in a separate process, and a checkpoint through the full path without Ray."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_core_has_one_owner_on_a_node() -> None:
     second.release()
 
 
-def test_cores_go_with_their_process() -> None:
+def test_cores_are_released_with_their_process() -> None:
     program = (
         "from paceline.placement.host.core_locks import CoreLocks; "
         "from paceline.placement.planning.core_range import CoreRange; import time;"
@@ -70,7 +70,7 @@ def test_a_secret_is_not_shown() -> None:
     assert ProcessSpec.from_json(order.to_json()) == order
 
 
-def test_an_environment_that_is_not_the_plan_s_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_that_differs_from_the_plan_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     env = (("NEURON_RT_VISIBLE_CORES", "0-7"), ("OMP_NUM_THREADS", "8"))
     for name, value in env:
         monkeypatch.setenv(name, value)
@@ -100,7 +100,7 @@ def order(workshop: Workshop, folder: Path, *, ahead: bool, slots: int, degree: 
 
 
 @pytest.mark.parametrize(("ahead", "slots", "degree"), [(False, 2, 1), (True, 1, 2)])
-def test_a_model_in_a_separate_process(
+def test_a_model_in_a_separate_process_decodes(
     workshop: Workshop, tmp_path: Path, ahead: bool, slots: int, degree: int
 ) -> None:
     target = fresh(workshop.checkpoint(), batch_size=slots)

@@ -41,7 +41,7 @@ ASKED = {"max_new_tokens": 60, **SAMPLED}
 
 
 def said_while(models: Deployment, pid: int) -> list[list[int]]:
-    """What "chat" says when a process is killed after its first tokens."""
+    """Tokens of "chat" when a process is killed after its first tokens."""
     found = [list(prompt) for prompt in PROMPTS]
     for index, piece in enumerate(models.stream("chat", PROMPTS, **ASKED)):
         found[piece.index] += piece.tokens
@@ -50,7 +50,7 @@ def said_while(models: Deployment, pid: int) -> list[list[int]]:
     return found
 
 
-def test_models_side_by_side_and_their_deaths_change_no_token(cluster: Cluster, workshop: Workshop) -> None:
+def test_concurrent_models_and_their_deaths_change_no_token(cluster: Cluster, workshop: Workshop) -> None:
     """One deployment for all of it, since starting is what takes time."""
     expected = wanted(workshop, PROMPTS, **ASKED)
     made = planned(
@@ -103,7 +103,7 @@ def come_and_go(models: Deployment, workshop: Workshop, expected: list[list[int]
 
 
 def together(models: Deployment) -> dict[str, list[list[int]]]:
-    """What every target says to the prompts, in turns."""
+    """Responses of every target to the prompts, in turns."""
     streams = {name: models.stream(name, PROMPTS, **ASKED) for name in models.models}
     texts = {name: [list(prompt) for prompt in PROMPTS] for name in streams}
     while streams:
@@ -117,7 +117,7 @@ def together(models: Deployment) -> dict[str, list[list[int]]]:
 
 
 def allocator_dies(silent: CoreRange) -> None:
-    """It knows all cores again; those of a process that cannot be asked, too."""
+    """The allocator knows all cores again, those of a process that does not respond too."""
     keeper = ray.get_actor(NAME, NAMESPACE)
     taken, pid = ray.get(keeper.taken.remote()), pid_on(silent)
     assert pid is not None
@@ -127,7 +127,7 @@ def allocator_dies(silent: CoreRange) -> None:
     os.kill(pid, signal.SIGCONT)
 
 
-def test_a_divided_target_dies_with_its_ranks_and_comes_back(cluster: Cluster, workshop: Workshop) -> None:
+def test_a_tensor_parallel_target_dies_with_its_ranks_and_recovers(cluster: Cluster, workshop: Workshop) -> None:
     """Target and draft on two cores each, really: a core without Neuron is a rank's process."""
     expected = wanted(workshop, PROMPTS, **ASKED)
     made = planned(entry(workshop, "chat"), entry(workshop, "chat-draft", "draft", draft_of="chat"))
@@ -153,7 +153,7 @@ def test_a_model_that_cannot_be_loaded_is_reported_and_nothing_is_left(cluster: 
 
 
 def test_a_task_of_a_worker_does_not_inherit_its_cores(cluster: Cluster) -> None:
-    """An actor with cores asks for one. Both travel as they stand here: their processes import nothing of ours."""
+    """An actor with cores asks for one. Both are sent by value: their processes import nothing of ours."""
     names = environment.CORES, "PACELINE_CORES"
 
     class Worker:
@@ -170,7 +170,7 @@ def test_a_task_of_a_worker_does_not_inherit_its_cores(cluster: Cluster) -> None
 def test_a_draft_on_another_node_is_called_over_tcp_and_may_be_lost_with_it(
     cluster: Cluster, workshop: Workshop
 ) -> None:
-    """Room for a target here and for its draft there: only a group that may part fits."""
+    """Cores for a target on one node and for its draft on another: only a group that may be split fits."""
     apart = planned(entry(workshop, "chat", tp_degree=4), entry(workshop, "chat-draft", "draft", draft_of="chat"))
     expected = wanted(workshop, PROMPTS, **ASKED)
     other = cluster.add_node(num_cpus=1, resources={"neuron_cores": 24, "other": 1}, object_store_memory=100 << 20)
@@ -221,7 +221,7 @@ def test_a_request_survives_the_loss_of_its_node(cluster: Cluster, workshop: Wor
 
 
 @pytest.mark.ray
-def test_ray_chooses_no_core_for_ours(cluster: Cluster) -> None:
+def test_ray_assigns_no_core_to_our_workers(cluster: Cluster) -> None:
     """Another program's actor holds the first cores; ours sees what was planned, and what asks for none sees none.
 
     What travels stands here: its processes import nothing of ours.
@@ -251,7 +251,7 @@ def test_ray_chooses_no_core_for_ours(cluster: Cluster) -> None:
 
 
 @pytest.mark.ray
-def test_two_processes_never_share_a_core_whatever_their_variables_say(cluster: Cluster) -> None:
+def test_processes_never_share_a_core_even_with_wrong_variables(cluster: Cluster) -> None:
     """A user's variables put both on the same cores, and Ray counts them as two on different ones."""
 
     class Holder:
@@ -279,7 +279,7 @@ def test_two_processes_never_share_a_core_whatever_their_variables_say(cluster: 
 
 
 @pytest.mark.ray
-def test_a_restarted_target_holds_the_cores_it_says(cluster: Cluster, workshop: Workshop) -> None:
+def test_a_restarted_target_holds_its_reported_cores(cluster: Cluster, workshop: Workshop) -> None:
     """Ray would give it the lowest free ids; its range comes from the allocator, though there is a hole below."""
     with launch(planned(entry(workshop, "a"), entry(workshop, "b")), fault_policy=POLICY) as models:
         assert models.cores() == {"a": CoreRange(0, 1), "b": CoreRange(2, 3)}

@@ -43,7 +43,7 @@ class Asked:
 
 
 class Tables:
-    """A pool of so many drafters."""
+    """A pool of ``count`` drafters."""
 
     def __init__(self, free: int) -> None:
         self._free = free
@@ -59,7 +59,7 @@ class Tables:
 
 
 def tables(address: Address, max_targets: int = 2) -> AbstractContextManager[None]:
-    """Table models that draft four tokens, for so many targets."""
+    """Table models that draft four tokens, for up to ``targets`` targets."""
     return serving(listen(address), Tables(max_targets))
 
 
@@ -78,8 +78,8 @@ def until(holds: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_a_refused_target_lets_the_process_live_and_says_why(tmp_path: Path, stack: ExitStack) -> None:
-    """It serves another one. Who is refused is let in when there is room."""
+def test_a_rejected_target_reports_why_and_keeps_the_process(tmp_path: Path, stack: ExitStack) -> None:
+    """The process serves another target. A rejected one is admitted when a place is free."""
     address, supervisor = Address(path=str(tmp_path / "s")), Asked()
     stack.enter_context(tables(address, max_targets=1))
     first = called(stack, address, Asked())
@@ -104,7 +104,7 @@ def test_a_process_that_cannot_be_called_is_replaced_after_the_patience(tmp_path
 def test_a_process_that_stops_before_it_is_called_is_replaced_before_the_patience_ends(
     tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It listens, so its model is loaded; one that does not yet has as long as a start may take."""
+    """A listening process has loaded its model; one that does not listen yet has the full time of a start."""
     monkeypatch.setattr(channel, "_AUTHENTICATION_S", 0.3)
     silent, loading = Asked(), Asked()
     stack.enter_context(closing(listen(Address(path=str(tmp_path / "s")))))
@@ -115,7 +115,7 @@ def test_a_process_that_stops_before_it_is_called_is_replaced_before_the_patienc
     assert "no drafter answers" in late.health.last_error and "replace" not in loading.acts
 
 
-def test_a_supervisor_that_fails_does_not_end_the_calling(tmp_path: Path, stack: ExitStack) -> None:
+def test_a_failing_supervisor_does_not_end_reconnecting(tmp_path: Path, stack: ExitStack) -> None:
     address, supervisor = Address(path=str(tmp_path / "s")), Asked(fails=True)
     draft = called(stack, address, supervisor)
     until(lambda: {"replace", "ensure"} <= set(supervisor.acts))

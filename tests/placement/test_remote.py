@@ -56,7 +56,7 @@ def wanted(prompts: list[list[int]], **asked: object) -> list[list[int]]:
 
 @pytest.mark.parametrize("slots", [1, 4])
 @pytest.mark.parametrize("asked", [{}, {**SAMPLED, "seed": 3}])
-def test_a_drafter_elsewhere_is_a_drafter_here(tmp_path: Path, stack: ExitStack, slots: int, asked: dict) -> None:
+def test_a_remote_drafter_equals_a_local_one(tmp_path: Path, stack: ExitStack, slots: int, asked: dict) -> None:
     draft = stack.enter_context(
         closing(remote(stack.enter_context(closing(Forked(tmp_path))), slots=slots, timeouts=PATIENT))
     )
@@ -74,7 +74,7 @@ def test_a_drafter_elsewhere_is_a_drafter_here(tmp_path: Path, stack: ExitStack,
     assert there.statistics.num_accepted_tokens > 0
 
 
-def test_proposals_of_many_lengths_travel_as_long_as_agreed(tmp_path: Path, stack: ExitStack) -> None:
+def test_proposals_of_any_length_are_sent_at_the_agreed_length(tmp_path: Path, stack: ExitStack) -> None:
     address = Address(path=str(tmp_path / "s"))
     stack.enter_context(serving(listen(address), UnpooledDrafters(lambda _: SuffixDrafter(4))))
     draft = stack.enter_context(closing(RemoteDrafter(DrafterContract(4, 1, V), DrafterEndpoint(address, SECRET))))
@@ -86,7 +86,7 @@ def test_proposals_of_many_lengths_travel_as_long_as_agreed(tmp_path: Path, stac
     assert done.statistics.num_draft_tokens > 0
 
 
-def test_a_target_that_drafts_for_itself_elsewhere_is_always_accepted(tmp_path: Path, stack: ExitStack) -> None:
+def test_a_remote_self_draft_is_always_accepted(tmp_path: Path, stack: ExitStack) -> None:
     """Every row the process reads is the right one, after restarts too."""
     supervisor = stack.enter_context(closing(Forked(tmp_path)))
     draft = stack.enter_context(closing(remote(supervisor)))
@@ -138,7 +138,7 @@ def test_two_hundred_faults_change_no_token(tmp_path: Path, stack: ExitStack) ->
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_each_fault_is_counted_for_what_it_is(tmp_path: Path, stack: ExitStack, fault: str) -> None:
+def test_each_fault_is_counted_by_its_kind(tmp_path: Path, stack: ExitStack, fault: str) -> None:
     supervisor = stack.enter_context(closing(Forked(tmp_path, faults=[fault], rate=1.0, slow=0.3)))
     draft = stack.enter_context(closing(remote(supervisor, timeouts=HASTE)))
     generator = Checked(draft, target())
@@ -155,7 +155,7 @@ def test_each_fault_is_counted_for_what_it_is(tmp_path: Path, stack: ExitStack, 
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_speculation_comes_back_within_a_request(tmp_path: Path, stack: ExitStack, number: signal.Signals) -> None:
+def test_speculation_resumes_within_a_request(tmp_path: Path, stack: ExitStack, number: signal.Signals) -> None:
     supervisor = stack.enter_context(closing(Forked(tmp_path)))
     killed = number == signal.SIGKILL  # which is seen at once: only one that is stopped is waited for
     draft = stack.enter_context(closing(remote(supervisor, timeouts=PATIENT if killed else HASTE)))
@@ -187,7 +187,7 @@ def test_a_drafter_that_never_comes_costs_no_token(tmp_path: Path, stack: ExitSt
 
 
 @pytest.mark.parametrize("max_failures", [1 << 30, 1100], ids=["asked again", "restarted"])
-def test_a_drafter_that_fails_for_weeks_is_no_error(tmp_path: Path, stack: ExitStack, max_failures: int) -> None:
+def test_a_permanently_failing_drafter_is_not_an_error(tmp_path: Path, stack: ExitStack, max_failures: int) -> None:
     """Each fault doubled the time it rests, in a number that floats have no room for after a thousand of them."""
     address = Address(path=str(tmp_path / "s"))
     failing = UnpooledDrafters(
@@ -211,7 +211,7 @@ def test_a_drafter_that_fails_for_weeks_is_no_error(tmp_path: Path, stack: ExitS
 
 
 @pytest.mark.parametrize("asked", [{}, {"do_sample": True, "temperature": 1.2, "seed": 3}])
-def test_drafting_ahead_changes_no_token(tmp_path: Path, stack: ExitStack, asked: dict) -> None:
+def test_asynchronous_drafting_changes_no_token(tmp_path: Path, stack: ExitStack, asked: dict) -> None:
     supervisor = stack.enter_context(closing(Forked(tmp_path, ahead=True)))
     draft = stack.enter_context(closing(remote(supervisor, timeouts=PATIENT)))
     calm = {"max_new_tokens": 45, **asked}
@@ -228,9 +228,7 @@ def test_drafting_ahead_changes_no_token(tmp_path: Path, stack: ExitStack, asked
     assert there.statistics.drafter_health is not None and there.statistics.drafter_health.ahead > 0
 
 
-def test_a_target_says_how_long_it_was_at_work_and_not_how_long_nothing_was_asked(
-    tmp_path: Path, stack: ExitStack
-) -> None:
+def test_a_target_reports_its_working_time_without_idle_time(tmp_path: Path, stack: ExitStack) -> None:
     address, ahead, pauses = Address(path=str(tmp_path / "s")), working_ahead(1, 4), []
     ahead.paused = pauses.append  # type: ignore[method-assign]
     stack.enter_context(serving(listen(address), UnpooledDrafters(lambda _: ahead)))
@@ -312,7 +310,7 @@ class Both:
 
 
 @pytest.mark.parametrize("max_positions", [None, 30])
-def test_the_process_has_read_all_that_comes_before_the_commit(max_positions: int | None) -> None:
+def test_the_remote_drafter_has_read_everything_before_the_commit(max_positions: int | None) -> None:
     for seed in range(60):
         both = Both(seed, max_positions)
         for _ in range(80):
@@ -320,7 +318,7 @@ def test_the_process_has_read_all_that_comes_before_the_commit(max_positions: in
         assert both.rereads
 
 
-def test_sequences_that_simply_go_on_are_not_read_again() -> None:
+def test_continued_sequences_are_not_prefilled_again() -> None:
     both = Both(3, None)
     both.dice.random = lambda: 0.5  # type: ignore[method-assign]  # nothing fails, and every round asks
     for _ in range(6):
@@ -330,8 +328,8 @@ def test_sequences_that_simply_go_on_are_not_read_again() -> None:
     assert len(both.texts) > 1 and both.rereads == 0
 
 
-def test_a_process_that_cannot_read_all_sequences_in_time_catches_up_nevertheless() -> None:
-    """It reads one in time, and eight wait. A late reply is there before the round after the next."""
+def test_a_slow_remote_prefill_catches_up() -> None:
+    """One sequence is read in time, and eight wait. A late reply arrives before the round after the next."""
     slots, tracker, texts = 8, SequenceTracker(None), [[7] * (5 + slot) for slot in range(8)]
     for slot, text in enumerate(texts):
         tracker.add_request(slot, text)

@@ -1,4 +1,4 @@
-"""What fits beside what, and the keys that say when a model is in memory. Nothing is started."""
+"""Models that fit together in memory, and the keys that say when a model is loaded. Nothing is started."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def with_draft(name: str, **more: object) -> list[dict[str, object]]:
     return [{"name": name, **more}, {"name": f"{name}-draft", "draft_of": name, "tp_degree": 1}]
 
 
-def test_the_draft_goes_before_the_context(home: Path) -> None:
+def test_the_draft_is_dropped_before_the_context_shrinks(home: Path) -> None:
     (group,) = groups(home, *with_draft("a", tp_degree=2))
     assert group.num_cores == (2,) and "a-draft wants 1 cores" in group.undrafted
     (placed,) = group.plan.placements
@@ -41,12 +41,12 @@ def test_the_draft_goes_before_the_context(home: Path) -> None:
     assert group.num_cores == (1, 1) and not group.undrafted
 
 
-def test_a_draft_that_is_wrong_does_not_stay_away_in_silence(home: Path) -> None:
+def test_an_invalid_draft_is_reported_and_not_dropped(home: Path) -> None:
     with pytest.raises(PlanError, match="got 3"):
         groups(home, {"name": "a"}, {"name": "b", "draft_of": "a", "tp_degree": 3})
 
 
-def test_a_draft_in_the_targets_process_goes_too(home: Path) -> None:
+def test_an_in_process_draft_is_dropped_too(home: Path) -> None:
     (full,) = groups(home, {"name": "a", "draft": str(home), "tp_degree": 1})
     need = full.plan.placements[0].footprint
     (bare,) = groups(home, {"name": "a", "draft": str(home), "tp_degree": 1}, on=replace(SMALL, memory=need.total - 1))
@@ -56,7 +56,7 @@ def test_a_draft_in_the_targets_process_goes_too(home: Path) -> None:
         groups(home, {"name": "a", "tp_degree": 1}, on=replace(SMALL, memory=1 << 20))
 
 
-def test_models_that_start_together_fit_together(home: Path) -> None:
+def test_models_loaded_together_must_fit_together(home: Path) -> None:
     one = groups(home, {"name": "a"}, *with_draft("b"))
     settled = fit_together(one, SMALL)
     assert [group.num_cores for group in settled] == [(1,), (1,)] and "does not fit" in settled[1].undrafted
@@ -66,7 +66,7 @@ def test_models_that_start_together_fit_together(home: Path) -> None:
         fit_together(groups(home, {"name": "a", "tp_degree": 2}, {"name": "b"}), SMALL)
 
 
-def test_as_few_as_possible_leave(home: Path) -> None:
+def test_as_few_models_as_possible_are_evicted(home: Path) -> None:
     large = INSTANCES["inf2.48xlarge"]
     (wanted,) = groups(home, {"name": "w", "tp_degree": 2}, on=large)
     taken = Resident("pinned", {"n": [CoreRange(4, 23)]})
@@ -96,7 +96,7 @@ def test_as_few_as_possible_leave(home: Path) -> None:
         ({"autoscaling": {"max_replica": 2}}, "autoscaling.max_replica"),
     ],
 )
-def test_keys_that_contradict_each_other_are_refused(home: Path, keys: dict[str, object], says: str) -> None:
+def test_contradictory_keys_are_rejected(home: Path, keys: dict[str, object], says: str) -> None:
     with pytest.raises(PlanError, match=says):
         groups(home, {"name": "a", **keys})
 

@@ -21,7 +21,7 @@ def test_a_group_is_a_target_with_its_own_drafts() -> None:
     assert [item.drafts_for for item in groups["pair"].plan.placements] == [(), (("pair", 0),)]
 
 
-def test_no_core_is_given_twice_and_other_machines_take_what_is_lost() -> None:
+def test_no_core_is_assigned_twice_and_lost_replicas_move() -> None:
     scheduler = Scheduler(LARGE, Cluster(3))
     pair = plan_groups(models(), LARGE)[0]
     assert [scheduler.start(pair) for _ in range(8)] == [True] * 6 + [False] * 2, "two pairs fit a machine"
@@ -35,7 +35,7 @@ def test_no_core_is_given_twice_and_other_machines_take_what_is_lost() -> None:
     assert all(map(scheduler.start, lost)) and len(scheduler.placed) == 6
 
 
-def test_the_whole_simulation_runs() -> None:
+def test_the_scale_simulation_runs() -> None:
     report = run(LARGE, 4)
     full, replaced = report["place"], report["replace"]
     assert isinstance(full, dict) and isinstance(replaced, dict)

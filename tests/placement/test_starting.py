@@ -1,4 +1,4 @@
-"""A target and its drafts start beside each other: whichever fails first is told first."""
+"""A target and its drafts start in parallel: the first failure is reported first."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def loaded(seconds: float, failure: str = "") -> None:
 
 @pytest.fixture
 def gate(cluster: object) -> Iterator[threading.Event]:
-    """What the target waits for while it is loaded."""
+    """Event that the target waits for while it loads."""
     made = threading.Event()
     yield made
     made.set()
@@ -60,7 +60,7 @@ def test_a_failed_target_is_reported_while_a_draft_loads(gate: threading.Event) 
     ray.cancel(pending["late"], force=True)
 
 
-def test_both_are_waited_for(gate: threading.Event) -> None:
+def test_target_and_draft_are_waited_for(gate: threading.Event) -> None:
     threading.Timer(0.2, gate.set).start()
     assert load_beside(lambda: gate.wait(60) and "target", {"draft": loaded.remote(0)}, timeout_s=60) == "target"
     assert load_beside(lambda: 3, {}, timeout_s=1) == 3

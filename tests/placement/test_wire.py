@@ -52,11 +52,11 @@ MESSAGES = [*((one, messages.decode_request) for one in REQUESTS), *((one, messa
 
 
 @pytest.mark.parametrize(("message", "decode"), MESSAGES, ids=lambda value: type(value).__name__)
-def test_a_message_comes_out_as_it_went_in(message: object, decode: Callable[[bytearray], object]) -> None:
+def test_a_message_round_trips(message: object, decode: Callable[[bytearray], object]) -> None:
     assert decode(bytearray(messages.encode(message))) == message  # type: ignore[arg-type]
 
 
-def test_sampling_comes_out_as_it_went_in() -> None:
+def test_sampling_parameters_round_trip() -> None:
     sampling = sampling_tensors([Sampling(0.5, top_k=3, seed=-3), Sampling()])
     again = messages.SamplingWords.of(sampling).tensors()
     assert torch.equal(again.params, sampling.params) and torch.equal(again.seeds, sampling.seeds)
@@ -64,7 +64,7 @@ def test_sampling_comes_out_as_it_went_in() -> None:
 
 
 @pytest.mark.parametrize(("slots", "width"), [(1, 5), (4, 2)])
-def test_a_round_comes_out_as_it_went_in(slots: int, width: int) -> None:
+def test_a_round_round_trips(slots: int, width: int) -> None:
     dice = torch.Generator().manual_seed(slots)
     tokens, *rest = (
         torch.randint(-1, 1 << 30, shape, generator=dice, dtype=torch.int32)
@@ -78,7 +78,7 @@ def test_a_round_comes_out_as_it_went_in(slots: int, width: int) -> None:
     assert limits.max_accept == rest[2].tolist() and limits.max_rows == 7 and commit.count.dtype == torch.int32
 
 
-def test_what_is_no_message_is_refused_and_nothing_else_happens() -> None:
+def test_damaged_messages_are_rejected_without_side_effects() -> None:
     dice = random.Random(3)
     for _ in range(3000):
         message, decode = dice.choice(MESSAGES)
@@ -112,7 +112,7 @@ def test_what_is_no_message_is_refused_and_nothing_else_happens() -> None:
     ],
     ids=lambda changes: next(iter(changes)),
 )
-def test_a_request_whose_numbers_contradict_each_other_is_refused(changes: dict[str, object]) -> None:
+def test_a_contradictory_request_is_rejected(changes: dict[str, object]) -> None:
     """Built on the wire by a side that checks nothing: the sizes of what follows are taken from these numbers."""
     good = propose(1)
     fields = ["propose", *(changes.get(name, getattr(good, name)) for name in good.__struct_fields__)]
@@ -121,19 +121,19 @@ def test_a_request_whose_numbers_contradict_each_other_is_refused(changes: dict[
         messages.decode_request(frame)
 
 
-def test_another_version_of_the_protocol_is_refused() -> None:
+def test_another_protocol_version_is_rejected() -> None:
     frame = bytearray(msgspec.msgpack.encode(["handshake", 0, "a", 1, 96, messages.VERSION + 1]))
     with pytest.raises(ChannelError, match="same version of paceline"):
         messages.decode_request(frame)
 
 
-def test_a_request_is_no_reply() -> None:
+def test_a_request_is_not_accepted_as_a_reply() -> None:
     for message, decode in ((REQUESTS[0], messages.decode_reply), (REPLIES[0], messages.decode_request)):
         with pytest.raises(ChannelError):
             decode(bytearray(messages.encode(message)))
 
 
-def test_addresses() -> None:
+def test_addresses_round_trip() -> None:
     for text in ("unix:/tmp/a b", "tcp:10.0.0.1:99", "tcp:::1:5"):
         assert str(Address.parse(text)) == text
     for text in ("", "unix:", "tcp:host", "tcp:host:port", "tcp:host:\u00b2", "tcp:host:65536", "http://x"):
@@ -147,7 +147,7 @@ def pair(stack: ExitStack) -> tuple[Channel, socket.socket]:
     return stack.enter_context(closing(Channel(one))), other
 
 
-def test_a_deadline_cuts_no_frame_in_two(stack: ExitStack) -> None:
+def test_a_deadline_does_not_split_a_frame(stack: ExitStack) -> None:
     here, raw = pair(stack)
     frame = messages.encode(REQUESTS[2])
     data = len(frame).to_bytes(4, "little") + frame
@@ -161,7 +161,7 @@ def test_a_deadline_cuts_no_frame_in_two(stack: ExitStack) -> None:
         here.receive(0)
 
 
-def test_a_side_that_does_not_read_is_given_up(stack: ExitStack) -> None:
+def test_a_peer_that_does_not_read_is_dropped(stack: ExitStack) -> None:
     here, _ = pair(stack)
     with pytest.raises(ChannelError, match="does not read"):
         here.send(bytes(8 << 20), 0.05)
@@ -198,7 +198,7 @@ def connected(stack: ExitStack, address: Address, name: str, *, cost: int = 1) -
 
 
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
-def test_a_stranger_is_not_served(tmp_path: Path, stack: ExitStack, kind: str) -> None:
+def test_an_unauthenticated_peer_is_not_served(tmp_path: Path, stack: ExitStack, kind: str) -> None:
     with socket.socket() as link:
         link.bind(("127.0.0.1", 0))
         port = link.getsockname()[1]
@@ -216,7 +216,7 @@ def test_a_stranger_is_not_served(tmp_path: Path, stack: ExitStack, kind: str) -
             channel.receive(5)
 
 
-def test_turns_are_fair(tmp_path: Path, stack: ExitStack) -> None:
+def test_targets_are_served_in_fair_turns(tmp_path: Path, stack: ExitStack) -> None:
     """A target that asks without pause, and whose drafts cost more, gets its share of the time and no more."""
     address = Address(path=str(tmp_path / "s"))
     with slow(address):
@@ -241,7 +241,7 @@ def test_turns_are_fair(tmp_path: Path, stack: ExitStack) -> None:
 
 
 class Fickle(Slow):
-    """Proposes zeros in the first rounds, then what is no proposal once, then zeros again."""
+    """Proposes zeros in the first rounds, then an invalid proposal once, then zeros again."""
 
     def __init__(self, bad: Proposal) -> None:
         super().__init__(0.0)
@@ -262,8 +262,10 @@ class Fickle(Slow):
     ],
     ids=["floats", "too large", "drawn", "of no slot"],
 )
-def test_a_drafter_that_fails_in_a_usual_round_is_asked_again(tmp_path: Path, stack: ExitStack, bad: Proposal) -> None:
-    """What a failed round left behind is not gone through when the next one is prepared."""
+def test_a_drafter_that_fails_in_a_normal_round_is_called_again(
+    tmp_path: Path, stack: ExitStack, bad: Proposal
+) -> None:
+    """Leftovers of a failed round are not read when the next one is prepared."""
     address = Address(path=str(tmp_path / "s"))
     with serving(listen(address), UnpooledDrafters(lambda _: Fickle(bad))):
         channel, _ = connected(stack, address, "a")
@@ -289,7 +291,9 @@ def test_a_drafter_that_fails_in_a_usual_round_is_asked_again(tmp_path: Path, st
 def test_unauthenticated_connections_are_limited_and_block_no_target(
     tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each has a thread until it has authenticated itself, so there may be so many; who comes later is told at once."""
+    """Each connection has a thread until it has authenticated itself, so their number is limited; later ones are
+    refused at once.
+    """
     monkeypatch.setattr(server, "_MAX_STRANGERS", 2)
     monkeypatch.setattr(channel_module, "_AUTHENTICATION_S", 0.5)
     address = Address(path=str(tmp_path / "s"))
@@ -310,7 +314,7 @@ def test_unauthenticated_connections_are_limited_and_block_no_target(
         assert isinstance(reply, messages.HandshakeReply)
 
 
-def test_a_machine_that_is_gone_is_noticed(stack: ExitStack) -> None:
+def test_a_lost_machine_is_detected(stack: ExitStack) -> None:
     listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
     side = socket.create_connection(listener.getsockname())
     stack.enter_context(closing(Channel(side)))
@@ -321,7 +325,7 @@ def test_a_machine_that_is_gone_is_noticed(stack: ExitStack) -> None:
     assert idle + interval * count <= 60
 
 
-def test_it_is_expected_after_the_shortest_pause_of_late_and_a_little_before() -> None:
+def test_the_next_request_is_expected_slightly_before_the_shortest_recent_pause() -> None:
     due = DueTime()
     assert due.milliseconds() == 1, "nothing is known"
     for seconds in (0.0201, 0.0053, 0.0302):

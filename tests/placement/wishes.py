@@ -1,4 +1,4 @@
-"""Models to plan with, of sizes a test chooses; no tests in here."""
+"""Models to plan with, of sizes a test chooses; no tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recipe of the demo pair is no installed package: its folder is put on the path, for one test at a time."""
+"""The recipe of the demo pair is not an installed package: its folder is put on the path, for one test at a time."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ def test_a_loop_begins_with_the_third_round() -> None:
     assert short.nonzero().flatten().tolist() == list(range(30 + 14, 30 + 20)), "12 tokens at least"
 
 
-def test_what_loops_gets_less_likely_and_nothing_else_counts() -> None:
+def test_looping_tokens_become_less_likely_and_nothing_else_counts() -> None:
     from recipe.loops import looping, unlikelihood
 
     torch.manual_seed(0)

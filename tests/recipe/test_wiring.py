@@ -27,7 +27,7 @@ def test_a_repeated_row_has_its_first_half_again_with_one_id_exchanged() -> None
         assert len(gone) <= 1 and len(new) <= 1
 
 
-def test_aiming_changes_the_heads_of_the_plan_alone_and_makes_them_look_there() -> None:
+def test_aiming_changes_only_the_planned_heads_and_directs_them() -> None:
     from recipe.modelling import new_model
     from recipe.wiring import Aim, Heads, aim_heads, inputs_of
 

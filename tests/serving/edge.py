@@ -1,4 +1,4 @@
-"""The HTTP edge under uvicorn without Ray, over an engine that says what a test wants; no tests in here."""
+"""The HTTP edge under uvicorn without Ray, over an engine that says what a test wants; no tests."""
 
 from __future__ import annotations
 

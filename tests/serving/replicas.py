@@ -1,4 +1,4 @@
-"""Replicas of this process, without cores and Ray, and handles of models that come and go; no tests in here."""
+"""Replicas of this process, without cores and Ray, and handles of models that come and go; no tests."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class LocalHandle:
 
 
 class Answer:
-    """What a stream answers."""
+    """Items of a stream."""
 
     def __init__(self, handle: LocalHandle, arguments: tuple[Any, ...]) -> None:
         self._handle, self._arguments = handle, arguments
@@ -76,4 +76,4 @@ class Answer:
             yield message
 
     def cancel(self) -> None:
-        """Who reads it is gone."""
+        """Reader that has disconnected."""

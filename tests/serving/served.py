@@ -1,4 +1,4 @@
-"""A plan behind HTTP on real Ray Serve, for tests that ask it with OpenAI's own client; no tests in here."""
+"""A plan served by HTTP on real Ray Serve, for tests that call it with OpenAI's client; no tests."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def running() -> dict[str, int]:
 
 
 def process(name: str) -> int:
-    """The one of that name, waited for: a worker that was killed is started again behind the requests."""
+    """The process with that name, waited for: a killed worker is started again while requests wait."""
     deadline = time.monotonic() + 90
     while (number := running().get(name)) is None:
         assert time.monotonic() < deadline, f"{name} is not back"
@@ -57,7 +57,7 @@ def process(name: str) -> int:
 
 
 def lines_of(folder: Path, names: str) -> list[str]:
-    """Of the files with such names."""
+    """Contents of the files with such names."""
     return [line for file in folder.glob(names) for line in file.read_text().splitlines()]
 
 
@@ -108,7 +108,7 @@ def stop_until_replaced(*names: str) -> None:
 
 
 def said(home: Path, prompt: str, **asked: object) -> str:
-    """What the target says in this process."""
+    """Plain decoding of the target in this process."""
     decoder = AutoDecoder.from_pretrained(home / "target", n_positions=128, amp="f32", backend="eager")
     ids = [ord(letter) - 32 for letter in prompt]
     (row,) = SpeculativeGenerator(None, decoder, k=0, verify_width=5).sample([ids], **asked).tolist()  # type: ignore[arg-type]
@@ -116,14 +116,14 @@ def said(home: Path, prompt: str, **asked: object) -> str:
 
 
 def answer_of(client: openai.OpenAI) -> Any:
-    """The models' states, or None while nobody answers."""
+    """The models' states, or None while no process responds."""
     with suppress(OSError, HTTPException):
         return admin(client, "GET", "")
     return None
 
 
 def admin(client: openai.OpenAI, method: str, path: str, body: object = None) -> Any:
-    """What an operator's route answers."""
+    """Response of an operator's route."""
     address = str(client.base_url).replace("/v1/", f"/admin/models{path}")
     request = Request(
         address, None if body is None else json.dumps(body).encode(), {"content-type": "application/json"}
@@ -133,7 +133,7 @@ def admin(client: openai.OpenAI, method: str, path: str, body: object = None) ->
 
 
 def statuses(client: openai.OpenAI, model: str) -> list[int]:
-    """What sixteen requests on connections of their own are answered, so that several processes get some of them."""
+    """Responses of sixteen requests on separate connections, so that several processes get some of them."""
     with ThreadPoolExecutor(8) as pool:
         asked = {"model": model, "prompt": "x", "max_tokens": 1}
         sent = [pool.submit(client.completions.with_raw_response.create, **asked) for _ in range(16)]  # type: ignore[call-overload]

@@ -1,4 +1,4 @@
-"""A tokenizer of single characters, few enough for a table model and enough for JSON; no tests in here."""
+"""A tokenizer of single characters, few enough for a table model and enough for JSON; no tests."""
 
 from __future__ import annotations
 

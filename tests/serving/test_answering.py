@@ -58,8 +58,8 @@ class Client:
 
 
 @pytest.mark.parametrize("soon", [True, False])
-def test_the_head_goes_with_the_first_events_if_they_come_soon(soon: bool) -> None:
-    """Ray Serve makes one message of what is sent without a pause. Where nothing comes, the head goes alone."""
+def test_the_response_head_is_sent_with_early_first_events(soon: bool) -> None:
+    """Ray Serve makes one message of items sent without a pause. If nothing follows, the head is sent separately."""
 
     async def work() -> list[tuple[str, bytes, int]]:
         source = Slowly(StreamStart(1), *([StreamChunk(b"a", (1,))] if soon else []))

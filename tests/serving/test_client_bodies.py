@@ -1,4 +1,4 @@
-"""Bodies as chat programs and editors send them, written anew after their shapes: each is taken, plain and streamed."""
+"""Bodies as chat programs and editors send them, written after their shapes: each is accepted, plain and streamed."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def client() -> Iterator[httpx.Client]:
     [("chat/completions", one) for one in CHATS.values()] + [("completions", one) for one in COMPLETIONS.values()],
     ids=[*CHATS, *(f"{name}: completion" for name in COMPLETIONS)],
 )
-def test_a_body_is_taken(client: httpx.Client, path: str, body: dict[str, Any]) -> None:
+def test_bodies_of_real_clients_are_accepted(client: httpx.Client, path: str, body: dict[str, Any]) -> None:
     answer = client.post(f"/{path}", json={"model": "m", **body})
     assert answer.status_code == 200, answer.text
     if body.get("stream"):

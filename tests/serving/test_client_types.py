@@ -65,7 +65,7 @@ RESPONSES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("body", RESPONSES)
-def test_responses_and_their_events(client: httpx.Client, body: dict[str, Any]) -> None:
+def test_responses_and_events_parse_with_client_types(client: httpx.Client, body: dict[str, Any]) -> None:
     whole, sent = post(client, "/responses", body), events(client, "/responses", body)
     for one in sent:
         _EVENT.validate_python(one)
@@ -93,7 +93,7 @@ CHATS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("fields", CHATS)
 @pytest.mark.parametrize("says", ["plain", "think", "tool"])
-def test_chats_and_their_events(client: httpx.Client, says: str, fields: dict[str, Any]) -> None:
+def test_chats_and_events_parse_with_client_types(client: httpx.Client, says: str, fields: dict[str, Any]) -> None:
     body = {"messages": [{"role": "user", "content": says}], **fields}
     for one in events(client, "/chat/completions", body):
         ChatCompletionChunk.model_validate(one)
@@ -101,7 +101,7 @@ def test_chats_and_their_events(client: httpx.Client, says: str, fields: dict[st
     ChatCompletion.model_validate(post(client, "/chat/completions", body))
 
 
-def test_completions_models_and_their_events(client: httpx.Client) -> None:
+def test_completions_and_models_parse_with_client_types(client: httpx.Client) -> None:
     for body in ({"prompt": "plain"}, {"prompt": ["plain", "stops"], "n": 2, "echo": True}):
         Completion.model_validate(post(client, "/completions", body))
         for one in events(client, "/completions", {**body, "stream_options": {"include_usage": True}}):
@@ -122,10 +122,10 @@ def test_completions_models_and_their_events(client: httpx.Client) -> None:
         ({"input": "tool", "max_output_tokens": 80}, ["message", "function_call"]),
     ],
 )
-def test_what_the_length_cut_is_not_complete(
+def test_items_cut_by_length_are_incomplete(
     body: dict[str, Any], kinds: list[str], stream: bool, grammarless: httpx.Client
 ) -> None:
-    """Agents execute a call whose item is complete. An item is there once something of it is."""
+    """Agents execute a call whose item is complete. An item exists as soon as a part of it is sent."""
     body = {"tools": [TOOL], **body}
     if not stream:
         answer = post(grammarless, "/responses", body)
@@ -166,7 +166,7 @@ def test_tokens_of_reasoning_are_counted(client: httpx.Client) -> None:
     assert 0 < thought["output_tokens_details"]["reasoning_tokens"] < thought["output_tokens"]
 
 
-def test_bytes_of_a_token_are_its_own_and_join_to_the_text(client: httpx.Client) -> None:
+def test_token_bytes_join_to_the_text(client: httpx.Client) -> None:
     """Also where it is a part of a character: three of these are not the mark that each shows."""
     asked = {"messages": [{"role": "user", "content": "parts"}], "logprobs": True, "top_logprobs": 3}
     body = post(client, "/chat/completions", asked)

@@ -54,7 +54,7 @@ def run(command: list[str], folder: Path, **variables: str) -> str:
 
 @pytest.mark.clients
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_client_from_the_index_runs(python: str, address: str, tmp_path: Path, name: str) -> None:
+def test_a_published_client_runs(python: str, address: str, tmp_path: Path, name: str) -> None:
     program = str(Path(__file__).with_name("client_programs.py"))
     found = json.loads(run([python, program, name, address], tmp_path).splitlines()[-1])
     assert found["whole"] == found["streamed"] or name == "llama_index", "seeds are LlamaIndex's to leave out"
@@ -182,7 +182,7 @@ def test_guidellm_counts_the_tokens_that_were_sent(python: str, tmp_path: Path) 
 
 @pytest.mark.aiperf
 @pytest.mark.parametrize("kind", ["completions", "chat"])
-def test_totals_of_aiperf_are_those_of_the_engine(tmp_path: Path, kind: str) -> None:
+def test_aiperf_totals_equal_the_engines(tmp_path: Path, kind: str) -> None:
     aiperf = shutil.which("aiperf")
     if aiperf is None:
         pytest.skip("there is no aiperf on the PATH; `make test-aiperf` installs it")

@@ -37,7 +37,7 @@ def models(workshop: Workshop, tmp_path: Path) -> Path:
     return tmp_path / "models.yaml"
 
 
-def test_the_config_is_one_that_serve_deploys(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_serve_deploys_the_config(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(models.parent)
     done = CliRunner().invoke(
         app, ["serve", "models.yaml", "--instance", "inf2.48xlarge", "--port", "81", "--print-serve-config"]
@@ -66,7 +66,7 @@ def test_the_config_is_one_that_serve_deploys(models: Path, monkeypatch: pytest.
     assert fault_policy.draft_ahead and fault_policy.stall_timeout_s == 5
 
 
-def test_serve_scales_a_model_as_its_file_says(workshop: Workshop) -> None:
+def test_ray_serve_scales_a_model_as_configured(workshop: Workshop) -> None:
     shape = {"path": str(workshop.checkpoint()), "n_positions": 64, "amp": "f32", "backend": "eager", "batch_size": 4}
     scaling = {"min_replicas": 0, "max_replicas": 3, "upscale_delay_s": 2}
     scaled = {"name": "a", "autoscaling": scaling, "idle_ttl_s": 60, **shape}
@@ -81,7 +81,7 @@ def test_serve_scales_a_model_as_its_file_says(workshop: Workshop) -> None:
     assert [group.replicas for group in ingress.init_kwargs["groups"]] == [1, 2, 1]
 
 
-def test_what_cannot_be_planned_has_no_config(models: Path) -> None:
+def test_an_impossible_plan_has_no_serve_config(models: Path) -> None:
     text = models.read_text()
     for wrong, says in (
         ("draft_ahead", "draft_ahed"),
@@ -162,7 +162,7 @@ def test_a_fetched_model_needs_no_folder(workshop: Workshop, monkeypatch: pytest
         (["--target", "MODEL", "--per-request-spec-decode-metrics", "all"], "got 'all'"),
     ],
 )
-def test_what_cannot_be_served_is_refused_before_anything_starts(
+def test_invalid_serve_arguments_are_rejected_before_anything_starts(
     workshop: Workshop, line: list[str], says: str
 ) -> None:
     line = [str(workshop.checkpoint()) if word == "MODEL" else word for word in line]
@@ -171,6 +171,6 @@ def test_what_cannot_be_served_is_refused_before_anything_starts(
 
 
 @pytest.mark.parametrize("wrong", [{}, {"models": "m.yaml", "model": "x"}])
-def test_the_builder_refuses_arguments_it_does_not_know(wrong: dict[str, str]) -> None:
+def test_the_builder_rejects_unknown_arguments(wrong: dict[str, str]) -> None:
     with pytest.raises(ConfigurationError, match="args: expected `models`, `instance` and `api`, got"):
         build(wrong)

@@ -40,7 +40,7 @@ def test_grafanas_schema_knows_every_field() -> None:
 
 
 def missing(one: Any, other: Any, path: str = "") -> list[str]:
-    """Where a value of JSON is not in another one."""
+    """Positions where a JSON value is not inside another one."""
     if isinstance(one, dict) and isinstance(other, dict):
         return [at for key in one for at in missing(one[key], other.get(key), f"{path}/{key}")]
     if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):

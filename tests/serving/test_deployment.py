@@ -40,7 +40,7 @@ def texts(chunks: Sequence[StreamChunk]) -> dict[int, list[int]]:
     return found
 
 
-def test_outputs_are_those_of_the_generator_and_go_on_at_another_server() -> None:
+def test_outputs_equal_the_generators_and_continue_at_another_server() -> None:
     asked = request()
     alone = generator().sample([list(prompt) for prompt in PROMPTS], params=asked.params, return_dict=True)
     ends = zip(alone.sequences, alone.lengths, PROMPTS, strict=True)  # type: ignore[union-attr]
@@ -59,7 +59,7 @@ def test_outputs_are_those_of_the_generator_and_go_on_at_another_server() -> Non
     asyncio.run(work())
 
 
-def test_scores_of_what_was_sent_are_left_out_too() -> None:
+def test_scores_of_sent_tokens_are_omitted() -> None:
     async def work() -> None:
         made, asked = server(), request(output_scores=True)
         chunks = await items(made, asked)
@@ -70,7 +70,7 @@ def test_scores_of_what_was_sent_are_left_out_too() -> None:
     asyncio.run(work())
 
 
-def test_a_model_without_a_tokenizer_is_asked_by_ids_and_says_so_where_text_is_needed() -> None:
+def test_a_model_without_a_tokenizer_accepts_only_ids() -> None:
     made = generator()
     bare = ModelServer(
         NoTokenizer(CheckpointError("there is none")),
@@ -114,7 +114,7 @@ def chunk(index: int, *tokens: int, last: bool = False) -> StreamChunk:
     return StreamChunk(dumps(RequestOutput(index, tokens, 0)), (), last)
 
 
-def test_a_caller_gets_outputs_and_the_error_that_is_meant(loop: asyncio.AbstractEventLoop) -> None:
+def test_a_caller_gets_outputs_and_the_original_error(loop: asyncio.AbstractEventLoop) -> None:
     whole = stream(loop, StreamStart(7), chunk(0, 1, 2), chunk(1, 3, last=True))
     assert [(one.index, one.tokens) for one in whole] == [(0, (1, 2)), (1, (3,))]
     prompt = PromptError("of the vocabulary")

@@ -56,7 +56,7 @@ def ask(client: openai.OpenAI, content: str, **fields: Any) -> Any:
     return client.chat.completions.create(model="m", messages=[{"role": "user", "content": content}], **fields)
 
 
-def test_models_say_what_they_are(client: openai.OpenAI) -> None:
+def test_models_report_their_metadata(client: openai.OpenAI) -> None:
     (model,) = client.models.list().data
     assert (model.id, client.models.retrieve("m").id) == ("m", "m")
     about: Any = model.model_extra
@@ -66,7 +66,7 @@ def test_models_say_what_they_are(client: openai.OpenAI) -> None:
     assert (about["paceline"]["tools"], about["paceline"]["reasoning"]) == ("hermes", "deepseek_r1")
 
 
-def test_an_answer_and_its_stream_are_the_same(client: openai.OpenAI) -> None:
+def test_a_response_equals_its_stream(client: openai.OpenAI) -> None:
     whole = ask(client, "plain", n=2)
     assert [choice.message.content for choice in whole.choices] == [SAYS["plain"]] * 2
     assert {choice.finish_reason for choice in whole.choices} == {"stop"}
@@ -103,7 +103,7 @@ def test_origins_of_tokens_add_up_to_the_text(client: openai.OpenAI) -> None:
     assert len(whole.choices[0].model_extra["token_ids"]) == 5  # type: ignore[index]
 
 
-def test_calls_of_tools_are_parsed(client: openai.OpenAI, served: tuple[openai.OpenAI, ScriptedEngine]) -> None:
+def test_tool_calls_are_parsed(client: openai.OpenAI, served: tuple[openai.OpenAI, ScriptedEngine]) -> None:
     (choice,) = ask(client, "tool", tools=TOOLS).choices
     assert (choice.message.content, choice.finish_reason) == ("Let me see. ", "tool_calls")
     first, second = choice.message.tool_calls
@@ -123,10 +123,10 @@ def test_calls_of_tools_are_parsed(client: openai.OpenAI, served: tuple[openai.O
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("said", ["tool", "called"])
-def test_an_answer_of_one_call_ends_with_it(
+def test_a_response_of_one_tool_call_ends_with_it(
     client: openai.OpenAI, served: tuple[openai.OpenAI, ScriptedEngine], said: str, stream: bool
 ) -> None:
-    """What the model would write behind it is neither waited for nor counted, and its slots are free."""
+    """Tokens that the model would write after it are neither waited for nor counted, and its slots are free."""
     engine, asked = served[1], {"tools": TOOLS, "parallel_tool_calls": False, "n": 2, "stream": stream}
     before = len(engine.ended)
     if stream:
@@ -149,7 +149,7 @@ def test_an_answer_of_one_call_ends_with_it(
 
 
 @pytest.mark.parametrize(("parallel", "most"), [(False, 1), (True, None)])
-def test_required_calls_are_one_without_parallel_tool_calls(parallel: bool, most: int | None) -> None:
+def test_without_parallel_tool_calls_only_one_call_is_made(parallel: bool, most: int | None) -> None:
     """By their grammar, which functions with `strict` may count on."""
     strict = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]
     asked = {"tools": strict, "tool_choice": "required", "parallel_tool_calls": parallel}
@@ -159,7 +159,7 @@ def test_required_calls_are_one_without_parallel_tool_calls(parallel: bool, most
     assert (structured.value["minItems"], structured.value.get("maxItems")) == (1, most)
 
 
-def test_calls_of_tools_are_streamed_as_they_grow(client: openai.OpenAI) -> None:
+def test_tool_calls_are_streamed_incrementally(client: openai.OpenAI) -> None:
     chunks = list(ask(client, "tool", tools=TOOLS, stream=True))
     pieces = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
     written: dict[int, str] = {0: "", 1: ""}
@@ -171,13 +171,15 @@ def test_calls_of_tools_are_streamed_as_they_grow(client: openai.OpenAI) -> None
     assert texts(chunks) == "Let me see. " and chunks[-1].choices[0].finish_reason == "tool_calls"
 
 
-def test_what_is_no_call_stays_text(client: openai.OpenAI) -> None:
+def test_an_invalid_tool_call_stays_text(client: openai.OpenAI) -> None:
     (choice,) = ask(client, "broken", tools=TOOLS).choices
     assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (SAYS["broken"], None, "stop")
 
 
 def test_markers_that_are_special_tokens_are_found() -> None:
-    """Mistral's are no text for a tokenizer that leaves out special tokens, as answers do with all the others."""
+    """Mistral's markers are not text for a tokenizer that leaves out special tokens, as responses do with all
+    others.
+    """
     weather = '{"city": "Z\u00fcrich {x}", "days": 2}'
     text = f"[THINK]2 < 3[/THINK]Well.[TOOL_CALLS]weather[ARGS]{weather}[TOOL_CALLS]add[ARGS]{{}}<x>"
     template = "{% if tools %}[TOOL_CALLS]{% endif %}{{ messages[-1].content }}{# [THINK] [/THINK] #}"
@@ -198,7 +200,7 @@ def test_markers_that_are_special_tokens_are_found() -> None:
 
 
 @pytest.mark.parametrize(("asked", "thought", "answer"), [("think", "\nhmm, 2 < 3\n", "Two."), ("plain", None, None)])
-def test_reasoning_is_parted_from_the_answer(
+def test_reasoning_is_separated_from_the_answer(
     client: openai.OpenAI, asked: str, thought: str | None, answer: str | None
 ) -> None:
     message = ask(client, asked).choices[0].message
@@ -209,7 +211,7 @@ def test_reasoning_is_parted_from_the_answer(
     assert texts(chunks) == (answer or SAYS[asked])
 
 
-def test_reasoning_that_the_template_opened(client: openai.OpenAI) -> None:
+def test_reasoning_opened_by_the_template_is_recognised(client: openai.OpenAI) -> None:
     kwargs = {"chat_template_kwargs": {"open_reasoning": True}}
     message = ask(client, "opened", extra_body=kwargs).choices[0].message
     assert (message.model_extra["reasoning"], message.content) == ("so it is\n", "Yes.")
@@ -222,7 +224,7 @@ def test_completions_stop_echo_and_count(client: openai.OpenAI) -> None:
     assert (cut.choices[0].finish_reason, cut.usage.completion_tokens) == ("length", 4)  # type: ignore[union-attr]
 
 
-def test_responses_and_their_events(client: openai.OpenAI) -> None:
+def test_responses_are_streamed_as_events(client: openai.OpenAI) -> None:
     whole = client.responses.create(model="m", input="think", instructions="be brief")
     assert [item.type for item in whole.output] == ["reasoning", "message"]
     events = list(client.responses.create(model="m", input="think", stream=True))
@@ -232,7 +234,7 @@ def test_responses_and_their_events(client: openai.OpenAI) -> None:
     assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == "Two."
 
 
-def test_responses_call_functions(client: openai.OpenAI) -> None:
+def test_responses_make_function_calls(client: openai.OpenAI) -> None:
     tools: Any = [{"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": False}]
     with client.responses.stream(model="m", input="tool", tools=tools) as stream:
         kinds = [event.type for event in stream]
@@ -247,7 +249,7 @@ def test_responses_call_functions(client: openai.OpenAI) -> None:
     assert back.output_text == SAYS["plain"]
 
 
-def test_text_to_ids_and_back(client: openai.OpenAI) -> None:
+def test_tokenize_and_detokenize_round_trip(client: openai.OpenAI) -> None:
     found: Any = client.post("/../tokenize", body={"model": "m", "prompt": "h\u00e9"}, cast_to=object)
     assert found["count"] == len(found["tokens"]) == 2
     back: Any = client.post("/../detokenize", body={"model": "m", "tokens": found["tokens"]}, cast_to=object)
@@ -259,7 +261,7 @@ def test_text_to_ids_and_back(client: openai.OpenAI) -> None:
     assert shown == {"prompt": "[user]a[assistant]"}
 
 
-def test_the_end_of_an_answer_goes_with_its_last_piece() -> None:
+def test_the_finish_reason_is_sent_with_the_last_chunk() -> None:
     """Between Ray Serve's processes every piece is a message, and an empty one costs as much as any other."""
     app, _, _ = scripted(say)
     body, sent = {"model": "m", "prompt": "plain", "stream": True}, list[dict[str, Any]]()

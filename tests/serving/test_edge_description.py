@@ -101,7 +101,7 @@ def check(model: Any, body: dict[str, Any], tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda one: one.__name__)
-def test_what_is_described_is_taken(model: Any) -> None:
+def test_described_values_are_accepted(model: Any) -> None:
     fields, tokenizer = SCHEMAS[model.__name__]["properties"], chat_tokenizer()
     base = BASES[model.__name__]
     taken = 0
@@ -120,7 +120,7 @@ def test_what_is_described_is_taken(model: Any) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda one: one.__name__)
-def test_what_is_beyond_the_borders_is_refused(model: Any) -> None:
+def test_values_beyond_the_described_limits_are_rejected(model: Any) -> None:
     """And never by a sentence that the value fulfils."""
     fields, tokenizer = SCHEMAS[model.__name__]["properties"], chat_tokenizer()
     base = BASES[model.__name__]
@@ -135,7 +135,7 @@ def test_what_is_beyond_the_borders_is_refused(model: Any) -> None:
                 assert name in str(refused.value), refused.value
 
 
-def test_no_answer_is_described_that_is_never_sent() -> None:
+def test_every_described_response_is_sent() -> None:
     operations = [one for methods in DESCRIBED["paths"].values() for one in methods.values()]
     assert not any("422" in one["responses"] for one in operations) and "HTTPValidationError" not in SCHEMAS
     keyed = create_app(LocalRouter({}), ApiSettings(api_keys=("k",))).openapi()
@@ -166,7 +166,7 @@ def address() -> Iterator[str]:
         yield where
 
 
-def test_the_page_of_the_description_is_whole_and_needs_nothing_else(address: str) -> None:
+def test_the_api_page_loads_nothing_external(address: str) -> None:
     answer = httpx.get(f"{address}/docs", headers=HEADERS)
     page, described = Page(answer.text), httpx.get(f"{address}/openapi.json", headers=HEADERS).json()
     assert answer.status_code == 200 and "default-src 'none'" in answer.headers["content-security-policy"]
@@ -216,7 +216,7 @@ def test_a_compressed_body_may_come_in_parts(address: str) -> None:
     assert answer.status_code == 200
 
 
-def test_pages_of_named_origins_use_the_api_and_no_others(address: str) -> None:
+def test_only_configured_origins_use_the_api(address: str) -> None:
     asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
     for origin, path, allowed in (
         ("https://a.org", "/v1/completions", True),
@@ -234,7 +234,7 @@ def test_pages_of_named_origins_use_the_api_and_no_others(address: str) -> None:
         assert "x-request-id" in one.headers["access-control-expose-headers"]
 
 
-def test_by_default_no_other_origin_is_let_in() -> None:
+def test_other_origins_are_rejected_by_default() -> None:
     app, _, _ = scripted(lambda _: "yes")
     with running(app) as where:
         asked = {"origin": "https://a.org", "access-control-request-method": "POST"}
@@ -243,7 +243,7 @@ def test_by_default_no_other_origin_is_let_in() -> None:
 
 
 @pytest.mark.parametrize("origin", ["", "a.org", "https://a.org/", "https://a.org/path", "null"])
-def test_an_origin_that_no_browser_sends_is_refused(origin: str) -> None:
+def test_an_invalid_origin_is_rejected(origin: str) -> None:
     with pytest.raises(ConfigurationError, match="cors_origins: expected an origin"):
         ApiSettings(cors_origins=(origin,))
 

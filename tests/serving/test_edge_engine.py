@@ -109,14 +109,14 @@ def test_the_text_is_the_same_in_every_mode(client: openai.OpenAI, temperature: 
     assert drafted[0]["num_spec_steps"] == offline.statistics.num_drafts
 
 
-def test_n_draws_of_one_seed(client: openai.OpenAI) -> None:
+def test_n_samples_of_one_seed_differ(client: openai.OpenAI) -> None:
     drawn = complete(client, n=4, logprobs=0)
     texts = [choice.text for choice in drawn.choices]
     assert len(set(texts)) == 4 and texts[0] == complete(client).choices[0].text
     assert drawn.usage.completion_tokens == 240
 
 
-def test_log_probabilities_in_both_forms(client: openai.OpenAI) -> None:
+def test_log_probabilities_have_both_formats(client: openai.OpenAI) -> None:
     found = complete(client, logprobs=2, max_tokens=8).choices[0]
     tokens = found.logprobs
     assert "".join(tokens.tokens).replace("<e>", "") == found.text and len(tokens.token_logprobs) == 8
@@ -133,7 +133,7 @@ def test_log_probabilities_in_both_forms(client: openai.OpenAI) -> None:
     assert "".join(one.token for one in content) == chat.choices[0].message.content
 
 
-def test_a_correction_tells_what_was_drafted(client: openai.OpenAI) -> None:
+def test_a_corrected_token_names_the_rejected_draft(client: openai.OpenAI) -> None:
     extra: dict[str, Any] = {"ignore_eos": True, "return_token_origins": True, "return_token_ids": True}
     asked: dict[str, Any] = {"temperature": 0, "logprobs": 0, "extra_body": extra}
     (choice,) = complete(client, **asked).choices
@@ -170,9 +170,7 @@ FIELDS: list[tuple[dict[str, Any], dict[str, Any]]] = [  # of a request, and of 
 
 
 @pytest.mark.parametrize(("fields", "params"), FIELDS, ids=lambda one: next(iter(one.get("extra_body", one))))
-def test_a_field_of_a_request_is_the_parameter_of_the_engine(
-    client: openai.OpenAI, fields: dict[str, Any], params: dict[str, Any]
-) -> None:
+def test_request_fields_reach_the_engine(client: openai.OpenAI, fields: dict[str, Any], params: dict[str, Any]) -> None:
     extra = {"ignore_eos": True, **fields.get("extra_body", {})}
     text = complete(client, **{**fields, "extra_body": extra}).choices[0].text
     assert text != complete(client).choices[0].text
@@ -182,7 +180,7 @@ def test_a_field_of_a_request_is_the_parameter_of_the_engine(
     assert text == (wanted.partition("x")[0] if "stop" in fields else wanted)
 
 
-def test_lengths_by_every_name(client: openai.OpenAI) -> None:
+def test_every_name_of_the_length_limit_is_accepted(client: openai.OpenAI) -> None:
     chat: Any = {"model": "m", "messages": [{"role": "user", "content": "a"}], "extra_body": {"ignore_eos": True}}
     for fields, count in (
         ({"max_tokens": 7}, 7),
@@ -204,7 +202,7 @@ SCHEMA = {
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
-def test_structured_answers_are_valid_and_those_of_plain(client: openai.OpenAI, temperature: float) -> None:
+def test_structured_responses_are_valid_and_equal_plain_decoding(client: openai.OpenAI, temperature: float) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}
     texts = set()
     for mode in ({}, {"enabled": False}):
@@ -245,8 +243,8 @@ def chat_of(fields: dict[str, Any]) -> tuple[ChatRequest, RequestPrompts]:
         ({"no_reasoning": True}, ANSWER, True),
     ],
 )
-def test_a_structured_answer_may_have_reasoning_before_it(kwargs: object, said: str, possible: bool) -> None:
-    """As the template marks it: what was asked for begins behind it."""
+def test_reasoning_may_precede_a_structured_response(kwargs: object, said: str, possible: bool) -> None:
+    """The template marks the reasoning: the structured part begins after it."""
     form = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}
     request, prompts = chat_of({"response_format": form, "chat_template_kwargs": kwargs})
     params = sampling_params(request, TOKENIZER, prompts.reasoning)
@@ -256,7 +254,7 @@ def test_a_structured_answer_may_have_reasoning_before_it(kwargs: object, said: 
     assert (asked.rules.grammar.state().accepts([], ids) == len(ids)) == possible
 
 
-def test_demanded_calls_are_made(client: openai.OpenAI) -> None:
+def test_required_tool_calls_are_made(client: openai.OpenAI) -> None:
     tools: Any = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("f", "g")]
     for choice, names in (("required", {"f", "g"}), ({"type": "function", "function": {"name": "g"}}, {"g"})):
         chat = client.chat.completions.create(
@@ -304,9 +302,7 @@ async def items(
 
 @pytest.mark.parametrize("interval_s", [0.0, float("inf")], ids=["every round", "held"])
 @pytest.mark.parametrize(("kind", "fields"), BODIES)
-def test_another_server_goes_on_where_the_first_was_lost(
-    kind: type[Any], fields: dict[str, object], interval_s: float
-) -> None:
+def test_another_server_continues_after_a_loss(kind: type[Any], fields: dict[str, object], interval_s: float) -> None:
     """After any chunk: what was sent and what the other sends are the same stream, but for its cuts into events. What
     waited for its chunk when the first was lost was not sent, and comes from the other.
     """
@@ -326,7 +322,7 @@ def test_another_server_goes_on_where_the_first_was_lost(
     asyncio.run(work())
 
 
-def test_a_stream_whose_rounds_wait_is_the_same() -> None:
+def test_a_stream_with_an_interval_has_the_same_text() -> None:
     """Text, log-probabilities, acceptance and usage."""
     body = {"model": "m", "stream": True, "seed": 5, "prompt": "abc", "max_tokens": 80, "ignore_eos": True}
     body |= {"logprobs": 1, "return_token_ids": True, "stream_options": {"include_usage": True}}
@@ -339,13 +335,13 @@ def test_a_stream_whose_rounds_wait_is_the_same() -> None:
     assert found[0]["metrics"]["speculative_decoding"]["num_draft_tokens"] > 0
 
 
-def test_an_answer_that_is_not_streamed_is_one_chunk() -> None:
+def test_a_response_without_streaming_is_one_chunk() -> None:
     request = read_body(CompletionRequest, b'{"model": "m", "seed": 5, "prompt": "abc", "max_tokens": 80}')
     (chunk,) = asyncio.run(items(server(), request))
     assert chunk.last and json.loads(chunk.data)["usage"]["completion_tokens"] == sum(chunk.sent)
 
 
-def test_a_replica_that_is_to_leave_takes_no_more_requests() -> None:
+def test_a_draining_replica_accepts_no_requests() -> None:
     body = b'{"model": "m", "seed": 5, "prompt": "abc", "max_tokens": 8, "stream": true}'
     request = read_body(CompletionRequest, body)
     made = BareReplica(server())
@@ -369,7 +365,7 @@ def test_a_replica_that_is_to_leave_takes_no_more_requests() -> None:
 
 
 def contents(data: bytes) -> dict[object, Any]:
-    """What a client has of a stream: text by choice, roles, finish reasons, usage, numbers of events."""
+    """A client's view of a stream: text by choice, roles, finish reasons, usage, numbers of events."""
     found: dict[object, Any] = {}
     for part in data.decode().split("\n\n"):
         line = part.rpartition("data: ")[2]
@@ -408,7 +404,7 @@ def _law(ids: list[int]) -> list[float]:
     ],
     ids=["text", "texts", "ids", "lists of ids"],
 )
-def test_a_prompt_that_is_repeated_has_one_log_probability_for_each_token(
+def test_an_echoed_prompt_has_a_log_probability_for_each_token(
     client: openai.OpenAI, prompt: Any, stream: bool, max_tokens: int
 ) -> None:
     """One too few would make the last token of a scored text certain: the harness leaves out the generated one."""
@@ -445,7 +441,7 @@ def test_a_prompt_that_is_repeated_has_one_log_probability_for_each_token(
 IDS = random.Random(0).choices(range(3, 60), k=3 * CHUNK)
 
 
-def test_usage_says_what_was_cached_and_answers_are_the_same(workshop: Workshop) -> None:
+def test_usage_reports_cached_tokens_and_responses_stay_the_same(workshop: Workshop) -> None:
     answers: dict[bool, list[Any]] = {}
     for caching in (False, True):
         target = fresh(workshop.checkpoint(), backend="eager", batch_size=2)

@@ -1,5 +1,5 @@
-"""What the HTTP edge refuses, and how: OpenAI's error objects for everything; keys, limits, queues, deadlines, clients
-that leave. The engine is scripted.
+"""Rejections by the HTTP edge: OpenAI's error objects for everything; keys, limits, queues, deadlines, clients that
+disconnect. The engine is scripted.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def refused(response: httpx.Response) -> dict[str, Any]:
         ("responses", {"model": "m", "input": [{"type": "function_call"}]}, "input"),
     ],
 )  # fmt: skip
-def test_wrong_requests_are_refused_by_the_field(client: httpx.Client, path: str, body: object, param: object) -> None:
+def test_invalid_requests_are_rejected_by_field(client: httpx.Client, path: str, body: object, param: object) -> None:
     response = client.post(f"/v1/{path}", json=body)
     assert (response.status_code, refused(response)["param"]) == (400, param), response.text
 
@@ -132,7 +132,9 @@ CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"
         ("completions", COMPLETION | {"n": 0}, "n: expected a whole number from 1 to 128, got 0; correct it"),
     ],
 )  # fmt: skip
-def test_a_refusal_says_where_and_what(client: httpx.Client, path: str, body: dict[str, Any], says: str) -> None:
+def test_an_error_names_the_field_and_the_reason(
+    client: httpx.Client, path: str, body: dict[str, Any], says: str
+) -> None:
     response = client.post(f"/v1/{path}", json={"model": "m", **body})
     assert response.status_code == 400 and refused(response)["message"] == says
 
@@ -161,16 +163,14 @@ FORMAT = {"response_format": {"type": "json_object"}}
         ("tokenize", COMPLETION | {"tools": [TOOL]}, "tools: has no effect"),
     ],
 )  # fmt: skip
-def test_no_field_is_dropped_without_a_word(client: httpx.Client, path: str, body: object, says: str) -> None:
+def test_unknown_fields_are_rejected(client: httpx.Client, path: str, body: object, says: str) -> None:
     response = client.post(f"/{path}", json=body)
     assert response.status_code == 400 and says in refused(response)["message"], response.text
 
 
 @pytest.mark.parametrize(("path", "body"), [("completions", COMPLETION), ("chat/completions", CHAT)])
-def test_more_tokens_than_there_are_positions_are_refused_not_cut(
-    client: httpx.Client, path: str, body: dict[str, Any]
-) -> None:
-    """As with --max-sequence-tokens. A request that names no number gets as many as fit."""
+def test_tokens_beyond_the_context_are_rejected(client: httpx.Client, path: str, body: dict[str, Any]) -> None:
+    """A server with --max-sequence-tokens. A request without a number gets the tokens that fit."""
     for over in ({"max_tokens": 4096}, *([{"prompt": [5] * 5000}] if path == "completions" else [])):
         response = client.post(f"/v1/{path}", json=body | over)
         assert (response.status_code, refused(response)["code"]) == (400, "context_length_exceeded")
@@ -184,7 +184,7 @@ def test_more_tokens_than_there_are_positions_are_refused_not_cut(
     [("GET", "/nothing", 404), ("GET", "/v1/embeddings", 404), ("PUT", "/v1/models", 405),
      ("GET", "/v1/completions", 405), ("GET", "/v1/models/nobody", 404), ("GET", "/v1/models/", 404)],
 )  # fmt: skip
-def test_paths_and_methods(client: httpx.Client, method: str, path: str, status: int) -> None:
+def test_unknown_paths_and_methods_are_rejected(client: httpx.Client, method: str, path: str, status: int) -> None:
     response = client.request(method, path)
     assert response.status_code == status
     refused(response)
@@ -197,20 +197,20 @@ def test_an_unknown_model_is_named(client: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"3", b"null", b"\xff\xfe", b'{"model":"\\ud800"}', b"[" * 90000])
-def test_bodies_that_are_no_json_object(client: httpx.Client, body: bytes) -> None:
+def test_bodies_that_are_not_json_objects_are_rejected(client: httpx.Client, body: bytes) -> None:
     for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"):
         response = client.post(path, content=body, headers={"content-type": "application/json"})
         assert response.status_code == 400, response.text
         refused(response)
 
 
-def test_a_form_of_another_page_is_no_request(client: httpx.Client) -> None:
+def test_a_form_post_is_rejected(client: httpx.Client) -> None:
     response = client.post("/v1/completions", content=json.dumps(COMPLETION), headers={"content-type": "text/plain"})
     assert response.status_code == 415
     refused(response)
 
 
-def test_a_long_body_is_refused_before_it_is_read(client: httpx.Client) -> None:
+def test_a_long_body_is_rejected_before_it_is_read(client: httpx.Client) -> None:
     whole = client.post("/v1/completions", content=b" " * 100_001, headers={"content-type": "application/json"})
     assert whole.status_code == 413
     refused(whole)
@@ -263,7 +263,7 @@ def test_odd_values_never_end_in_a_server_error(
         refused(response)
 
 
-def test_a_full_queue_says_when_to_ask_again(client: httpx.Client, served: tuple[httpx.Client, ScriptedEngine]) -> None:
+def test_a_full_queue_sends_retry_after(client: httpx.Client, served: tuple[httpx.Client, ScriptedEngine]) -> None:
     served[1].full = True
     try:
         for stream in (False, True):
@@ -274,7 +274,7 @@ def test_a_full_queue_says_when_to_ask_again(client: httpx.Client, served: tuple
         served[1].full = False
 
 
-def test_keys_are_asked_for_but_not_for_health() -> None:
+def test_api_keys_are_required_except_for_health() -> None:
     app, engine, _ = scripted(lambda _: "yes", api_keys=("first", "second"))
     with running(app) as address:
         for key, status in (("", 401), ("wrong", 401), ("firs", 401), ("first", 200), ("second", 200)):
@@ -293,7 +293,7 @@ def test_keys_are_asked_for_but_not_for_health() -> None:
     assert first and second and first != second and "first" not in first
 
 
-def test_silence_is_broken_by_pings() -> None:
+def test_idle_streams_send_pings() -> None:
     app, engine, _ = scripted(lambda _: "yes", ping_s=0.05)
     engine.pause_s = 0.4
     with running(app) as address:
@@ -306,7 +306,7 @@ def test_silence_is_broken_by_pings() -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_frees_its_slot(stream: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_disconnected_client_frees_its_slot(stream: bool, caplog: pytest.LogCaptureFixture) -> None:
     app, engine, _ = scripted(lambda _: "words and words " * 200)
     engine.pause_s = 0.05
     with caplog.at_level(logging.INFO, "paceline.access"), running(app) as address:
@@ -338,7 +338,7 @@ def test_the_access_log_has_a_line_of_json_for_every_request(caplog: pytest.LogC
     assert lines[0]["message"] == "POST /v1/completions 200" and "prompt" not in lines[0]
 
 
-def test_a_model_that_is_not_there_makes_the_service_unready() -> None:
+def test_a_missing_model_makes_the_service_unready() -> None:
     class Loading(LocalRouter):
         async def health(self) -> Any:
             return Health(False, {"m": "loading"})
@@ -358,7 +358,7 @@ def test_a_model_that_is_not_there_makes_the_service_unready() -> None:
         ("spec_metrics", "all"),
     ],
 )
-def test_settings_that_make_no_sense(name: str, value: Any) -> None:
+def test_contradictory_settings_are_rejected(name: str, value: Any) -> None:
     with pytest.raises(ConfigurationError, match=f"{name}: expected"):
         ApiSettings(**{name: value})
 

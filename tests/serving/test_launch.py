@@ -1,4 +1,4 @@
-"""Serving ends when it is told to, whenever that is, and takes down what is its own. Ray is played by a record."""
+"""Serving ends on a signal at any time, and removes only what it started. Ray is played by a record."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_a_new_cluster_ends_with_the_service(loads: bool, monkeypatch: pytest.Mo
     ListeningSocket("127.0.0.1", port).close()
 
 
-def test_an_address_in_use_is_refused_before_ray_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_in_use_is_rejected_before_ray_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     played = Played()
     with (
         socket.create_server(("127.0.0.1", 0)) as other,
@@ -147,7 +147,7 @@ def test_an_address_in_use_is_refused_before_ray_starts(monkeypatch: pytest.Monk
     assert not played.calls
 
 
-def test_cores_of_the_command_itself_are_refused_before_ray_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_core_variables_of_the_command_are_rejected_before_ray_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray would say that its raylet has fewer of them, since it reads no range."""
     monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "0-1")
     monkeypatch.setattr("ray.is_initialized", lambda: False)
@@ -161,8 +161,8 @@ def test_cores_of_the_command_itself_are_refused_before_ray_starts(monkeypatch: 
 
 
 @pytest.mark.parametrize("listens", [8000, None])
-def test_what_others_serve_in_the_cluster_goes_on(listens: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Serve was there before, or came with this application and has others since."""
+def test_other_applications_in_the_cluster_keep_running(listens: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve was running before, or started with this application and has others since."""
     played = Played(others=("other",), listens=listens)
     calls = serve(played, monkeypatch, ready=lambda: tell(signal.SIGINT))
     assert played.forgotten == ["paceline"], "the next service begins as its file says"
@@ -173,7 +173,7 @@ def test_what_others_serve_in_the_cluster_goes_on(listens: int | None, monkeypat
     ("others", "port", "says"),
     [((), 81, "--port 8000"), (("paceline",), 8000, "already runs in this cluster; stop it first, or put both")],
 )
-def test_a_cluster_that_serves_otherwise_is_left_alone(
+def test_a_cluster_with_other_serve_settings_is_not_changed(
     others: tuple[str, ...], port: int, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     played = Played(others=others, listens=8000)
@@ -182,7 +182,7 @@ def test_a_cluster_that_serves_otherwise_is_left_alone(
     assert played.calls == ["init", "ray.shutdown"]
 
 
-def test_what_does_not_start_has_a_name_and_is_taken_down(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_start_is_named_and_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails() -> None:
         raise RuntimeError("Deploying application paceline failed:\n  Traceback\n\nCheckpointError: no such folder\n")
 
@@ -202,7 +202,7 @@ def test_what_does_not_start_has_a_name_and_is_taken_down(monkeypatch: pytest.Mo
     assert played.calls == ["init"]
 
 
-def test_a_cluster_that_is_gone_hides_neither_the_reason_nor_the_end(
+def test_a_lost_cluster_hides_neither_the_error_nor_the_exit(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     played = Played()
@@ -219,7 +219,7 @@ def test_a_cluster_that_is_gone_hides_neither_the_reason_nor_the_end(
     assert "shutting down the service failed" in caplog.text and "the cluster is gone" in caplog.text
 
 
-def test_it_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_reports_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models by their names, each state once, and nothing after the service is ready or where Ray does not answer."""
     states = [{"model-a": "UPDATING", "openai": "UPDATING"}, {"model-a": "HEALTHY", "openai": "UPDATING"}]
     said: list[str] = []

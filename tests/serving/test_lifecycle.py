@@ -144,7 +144,7 @@ def edge(loader: PlannedLoader, key: str = "", **settings: Any) -> Iterator[Serv
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looks follow one another soon, and a model that nobody has asked for yet may leave."""
+    """Checks follow each other quickly, and a model without requests yet may be evicted."""
     monkeypatch.setattr(serve_router, "_FIRST_LOOK_S", 0.01)
     monkeypatch.setattr(serve_router, "_LOOK_S", 0.01)
     monkeypatch.setattr(replica, "_FIRST_REQUEST_S", 0.0)
@@ -155,7 +155,7 @@ def home(workshop: Workshop) -> Path:
     return workshop.checkpoint()
 
 
-def test_a_model_is_loaded_by_its_first_request_and_others_make_room(home: Path) -> None:
+def test_a_first_request_loads_a_model_and_evicts_others(home: Path) -> None:
     with service(home, {"name": "a"}, {"name": "b"}, {"name": "c", "load": "on_demand"}) as served:
         assert served.states() == {"a": "loaded", "b": "loaded", "c": "unloaded"}
         assert served.client.get("/health/ready").json() == {
@@ -170,7 +170,7 @@ def test_a_model_is_loaded_by_its_first_request_and_others_make_room(home: Path)
         assert served.loader.loads == ["c", "b"] and served.states()["a"] == "unloaded"
 
 
-def test_requests_that_come_while_it_loads_wait_for_the_same_attempt(home: Path) -> None:
+def test_requests_during_a_load_wait_for_it(home: Path) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     with service(home, {"name": "a"}, {"name": "c", "load": "on_demand"}) as served, ThreadPoolExecutor(3) as pool:
@@ -183,7 +183,7 @@ def test_requests_that_come_while_it_loads_wait_for_the_same_attempt(home: Path)
         assert served.loader.loads == ["c"]
 
 
-def test_pinned_and_busy_models_stay_and_the_request_is_told_when_to_retry(home: Path) -> None:
+def test_pinned_and_busy_models_stay_and_the_request_gets_retry_after(home: Path) -> None:
     with service(home, {"name": "a", "pinned": True}, {"name": "b"}, {"name": "c", "load": "on_demand"}) as served:
         assert served.say("pin", "b").json()["pinned"] is True
         answer = served.ask("c")
@@ -205,7 +205,7 @@ def test_pinned_and_busy_models_stay_and_the_request_is_told_when_to_retry(home:
         assert served.ask("c").status_code == 200 and served.states()["b"] == "unloaded"
 
 
-def test_what_an_operator_unloads_stays_unloaded(home: Path) -> None:
+def test_an_operators_unload_persists(home: Path) -> None:
     with service(home, {"name": "a"}, {"name": "c", "load": "on_demand"}) as served:
         assert served.say("unload", "a").json()["state"] == "unloaded"
         answer = served.ask("a")
@@ -218,7 +218,7 @@ def test_what_an_operator_unloads_stays_unloaded(home: Path) -> None:
         assert served.say("load", "nobody").status_code == 404
 
 
-def test_what_an_operator_decided_outlives_the_process_that_was_told(home: Path) -> None:
+def test_operator_decisions_survive_a_restart(home: Path) -> None:
     with service(home, {"name": "a"}, {"name": "b", "pinned": True}) as first:
         assert first.say("unload", "a").status_code == first.say("pin", "b", pinned=False).status_code == 200
         loader = first.loader
@@ -235,7 +235,7 @@ def test_what_an_operator_decided_outlives_the_process_that_was_told(home: Path)
         assert third.say("unload", "a").json()["error"]["code"] == "model_pinned", "what cannot be kept does not count"
 
 
-def test_a_model_that_does_not_start_is_tried_again_by_the_next_request(home: Path) -> None:
+def test_a_failed_load_is_retried_by_the_next_request(home: Path) -> None:
     with service(home, {"name": "c", "load": "on_demand"}) as served:
         served.loader.broken.add("c")
         answer = served.ask("c")
@@ -252,7 +252,7 @@ def test_a_model_without_requests_is_unloaded(home: Path) -> None:
         assert served.states()["b"] == "loaded" and served.ask("a").status_code == 200
 
 
-def test_the_routes_are_an_operators(home: Path) -> None:
+def test_lifecycle_routes_require_an_operator(home: Path) -> None:
     with service(home, {"name": "a"}, api_keys=("secret",), key="secret") as served:
         wrong = {"authorization": "Bearer other"}
         assert served.client.get("/admin/models", headers=wrong).status_code == 401

@@ -60,7 +60,7 @@ def answer(url: str) -> bytes:
         return bytes(response.read())
 
 
-def test_connections_wait_while_the_process_of_http_is_replaced() -> None:
+def test_connections_wait_while_the_http_process_is_replaced() -> None:
     with ListeningSocket("127.0.0.1", 0) as listening, ThreadPoolExecutor(1) as pool:
         url = f"http://127.0.0.1:{listening.port}/"
         with pytest.raises(urllib.error.URLError, match="refused"):
@@ -75,7 +75,7 @@ def test_connections_wait_while_the_process_of_http_is_replaced() -> None:
     assert not Path(listening.handover).exists()
 
 
-def test_an_address_that_cannot_be_had_is_an_error_before_anything_starts() -> None:
+def test_an_unavailable_address_is_an_error_before_anything_starts() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(ConfigurationError, match=rf"127.0.0.1:{port} .*choose another --host or --port"):
@@ -85,7 +85,7 @@ def test_an_address_that_cannot_be_had_is_an_error_before_anything_starts() -> N
             ListeningSocket(host, port)
 
 
-def test_of_two_services_that_begin_together_one_fails() -> None:
+def test_one_of_two_concurrent_services_fails() -> None:
     async def app(_: Scope, __: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body"})
@@ -99,7 +99,7 @@ def test_of_two_services_that_begin_together_one_fails() -> None:
         asyncio.run(main(first, second))
 
 
-def test_the_socket_file_is_its_owner_s_alone() -> None:
+def test_the_socket_file_is_private() -> None:
     with ListeningSocket("127.0.0.1", 0) as listening:
         file = Path(listening.handover)
         assert stat.S_IMODE(file.stat().st_mode) == 0o600 and file.stat().st_uid == os.getuid()
@@ -114,7 +114,7 @@ def test_the_socket_file_is_its_owner_s_alone() -> None:
         time.sleep(0.01)
 
 
-def test_answers_under_way_end_and_no_more_are_begun() -> None:
+def test_running_responses_finish_and_no_more_start() -> None:
     async def main(listening: ListeningSocket) -> None:
         begun, go_on = asyncio.Event(), asyncio.Event()
 

@@ -55,7 +55,7 @@ def samples(text: str) -> dict[tuple[str, str], float]:
     return found
 
 
-def test_counts_are_those_of_the_engine_however_often_they_are_taken_over() -> None:
+def test_counts_equal_the_engines_after_any_number_of_updates() -> None:
     metrics = filled()
     metrics.update(FIGURES, None, num_slots=4)
     found = samples(metrics.text())
@@ -75,7 +75,7 @@ def test_counts_are_those_of_the_engine_however_often_they_are_taken_over() -> N
     assert found["vllm:inter_token_latency_seconds_count", ""] == 2
 
 
-def test_requests_say_where_their_time_went() -> None:
+def test_requests_report_their_phase_times() -> None:
     found = samples(filled().text())
     seconds = {"queue": 2.0, "prefill": 0.5, "decode": 6.0, "inference": 6.5}
     for part, total in seconds.items():
@@ -83,7 +83,7 @@ def test_requests_say_where_their_time_went() -> None:
         assert (found[f"{name}_sum", ""], found[f"{name}_count", ""]) == (total, 2), part
 
 
-def test_what_goes_on_after_a_fault_counts_its_prompt_once() -> None:
+def test_a_resumed_request_counts_its_prompt_once() -> None:
     metrics = MetricSet("m", "a", ray_too=False)
     consume([StreamStart(7), StreamChunk(b"z", (9,), last=True)], metrics, resumed=True)
     assert samples(metrics.text()).get(("vllm:prompt_tokens_total", ""), 0) == 0
@@ -105,7 +105,7 @@ class Recorded:
         self.calls.append(("set", value, tags))
 
 
-def test_ray_receives_metrics_later_and_together() -> None:
+def test_metrics_reach_ray_in_batches() -> None:
     """A record of Ray's takes longer than what it counts: none is made where events are sent."""
     metrics = MetricSet("m", "a", ray_too=False)
     metrics._ray = {row.name: Recorded() for row in METRICS}
@@ -124,7 +124,7 @@ def test_ray_receives_metrics_later_and_together() -> None:
     assert sum(len(row.calls) for row in metrics._ray.values()) == before, "nothing new was measured"
 
 
-def test_replicas_are_one_text() -> None:
+def test_metrics_of_replicas_are_merged() -> None:
     text = merged([filled("a").text(), filled("b").text()]).decode()
     assert text.count("# TYPE vllm:num_requests_running gauge") == 1
     assert samples(text)["vllm:num_requests_running", ""] == 4

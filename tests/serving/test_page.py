@@ -37,14 +37,14 @@ def test_every_file_is_served_without_a_key_under_the_policy() -> None:
     assert not any(path.startswith("/page") for path in app.openapi()["paths"])
 
 
-def test_a_server_may_leave_the_page_out() -> None:
+def test_the_page_can_be_disabled() -> None:
     app, _, _ = scripted(lambda _: "yes", page=False)
     with running(app) as address:
         assert {httpx.get(address + path).status_code for path in PATHS} == {404}
 
 
 @pytest.mark.parametrize("name", sorted(SOURCES))
-def test_nothing_comes_from_elsewhere_and_no_markup_is_parsed(name: str) -> None:
+def test_the_page_loads_nothing_external_and_parses_no_markup(name: str) -> None:
     text = SOURCES[name].read_text(encoding="utf-8").replace('xmlns="http://www.w3.org/2000/svg"', "")
     assert not re.search(r"""["'(]\s*(https?:)?//\w""", text), "an address of another machine"
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", text)

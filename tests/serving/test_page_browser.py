@@ -46,7 +46,7 @@ def browser() -> Iterator[Browser]:
 
 @contextmanager
 def opened(browser: Browser, address: str, errors: Sequence[str] = (), **options: Any) -> Iterator[Page]:
-    """The page, in a profile of its own. ``errors``: words of messages on the console that are expected."""
+    """The page, in a separate profile. ``errors``: words of messages on the console that are expected."""
     context = browser.new_context(**options)
     context.grant_permissions(["clipboard-read", "clipboard-write"])
     page, seen = context.new_page(), list[str]()
@@ -70,7 +70,7 @@ def served() -> Iterator[tuple[str, ScriptedEngine]]:
 
 
 def wait_for(page: Page, expression: str) -> None:
-    """Until it is true. Playwright's own `wait_for_function` needs what the page's policy forbids."""
+    """Wait until it is true. Playwright's own `wait_for_function` needs what the page's policy forbids."""
     for _ in range(1200):
         if page.evaluate(expression):
             return
@@ -123,7 +123,7 @@ def test_a_chat_shows_who_wrote_each_token(browser: Browser, served: tuple[str, 
         assert page.locator(".message").count() == 0
 
 
-def test_two_tabs_keep_each_other_s_chats(browser: Browser, served: tuple[str, ScriptedEngine]) -> None:
+def test_chats_of_two_tabs_are_kept(browser: Browser, served: tuple[str, ScriptedEngine]) -> None:
     with opened(browser, served[0]) as first:
         second = first.context.new_page()
         second.goto(served[0])
@@ -276,7 +276,7 @@ class TwoModels:
     async def watch(self) -> None: ...
 
 
-def test_models_are_loaded_and_their_cores_shown(browser: Browser) -> None:
+def test_models_are_loaded_with_their_cores_shown(browser: Browser) -> None:
     _, _, server = scripted(lambda _: SAYS)
     app = create_app(LocalRouter({"m": server}), ApiSettings(), TwoModels())  # type: ignore[arg-type]
     with running(app) as address, opened(browser, address) as page:
@@ -310,7 +310,7 @@ def test_the_key_stays_in_memory(browser: Browser) -> None:
         page.wait_for_selector("text=This server needs an API key")
 
 
-def test_an_error_is_shown_in_its_words(browser: Browser, served: tuple[str, ScriptedEngine]) -> None:
+def test_an_error_message_is_shown(browser: Browser, served: tuple[str, ScriptedEngine]) -> None:
     address, engine = served
     engine.full = True
     with opened(browser, address, errors=("429",)) as page:
@@ -365,7 +365,9 @@ CONTRAST = """() => {
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_contrast_is_enough_in_both_themes(browser: Browser, served: tuple[str, ScriptedEngine], scheme: str) -> None:
+def test_contrast_is_sufficient_in_both_themes(
+    browser: Browser, served: tuple[str, ScriptedEngine], scheme: str
+) -> None:
     with opened(browser, served[0], errors=("404",), color_scheme=scheme) as page:
         ask(page, "hostile")
         ground = "getComputedStyle(document.body).backgroundColor"

@@ -101,7 +101,9 @@ def cuts(text: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(("make", "text", "content", "calls"), [case[1:] for case in CASES], ids=[c[0] for c in CASES])
-def test_calls_in_every_form_cut_anywhere(make: Callable[[], Parser], text: str, content: str, calls: Calls) -> None:
+def test_tool_calls_of_every_format_parse_in_any_chunks(
+    make: Callable[[], Parser], text: str, content: str, calls: Calls
+) -> None:
     for pieces in cuts(text):
         found = read(make(), pieces)
         assert [(call.name, json.loads(call.text)) for call in found.tool_calls] == calls, pieces
@@ -109,7 +111,7 @@ def test_calls_in_every_form_cut_anywhere(make: Callable[[], Parser], text: str,
 
 
 @pytest.mark.parametrize("row", REASONING, ids=[row.name for row in REASONING])
-def test_reasoning_cut_anywhere(row: object) -> None:
+def test_reasoning_parses_in_any_chunks(row: object) -> None:
     start, end = row.start, row.end  # type: ignore[attr-defined]
     for text, started, thought, answer in (
         (f"{start}a < b{end}\n\nc", False, "a < b", "c"),

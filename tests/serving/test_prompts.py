@@ -1,4 +1,4 @@
-"""What a chat template gets: contents as it reads them and roles that it knows, from HTTP and in this process."""
+"""Input of a chat template: contents as it reads them and roles that it knows, from HTTP and in this process."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_template_gets_what_it_reads(template: str, in_parts: set[str]) -> Non
 @pytest.mark.parametrize(
     "content", ["our words", [{"type": "text", "text": "our "}, {"type": "text", "text": "words"}]]
 )
-def test_no_word_of_the_user_is_lost_through_any_door(template: str, content: Any) -> None:
+def test_every_endpoint_keeps_all_content(template: str, content: Any) -> None:
     tokenizer = chat_tokenizer(template)
     request = ChatRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": content}]})
     (ids,) = chat_prompts(tokenizer, request, ChatFormat.of(tokenizer)).ids
@@ -62,7 +62,7 @@ def test_no_word_of_the_user_is_lost_through_any_door(template: str, content: An
     assert chat_ids(tokenizer, [{"role": "user", "content": "our words"}]) == ids
 
 
-def test_a_developer_is_the_system_for_both_endpoints() -> None:
+def test_the_developer_role_is_the_system_role() -> None:
     tokenizer, said = chat_tokenizer(), [{"role": "developer", "content": "brief"}, {"role": "user", "content": "x"}]
     chat = ChatRequest.model_validate({"model": "m", "messages": said})
     responses = ResponsesRequest.model_validate({"model": "m", "input": said}).chat()
@@ -78,7 +78,7 @@ def test_a_model_without_a_template_has_no_chats() -> None:
         chat_prompts(tokenizer, request, ChatFormat.of(tokenizer))
 
 
-def test_an_answer_of_calls_alone_needs_no_content() -> None:
+def test_a_message_with_only_tool_calls_needs_no_content() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     said = [{"role": "assistant", "content": None, "tool_calls": [call]}]
     request = read_body(ChatRequest, json.dumps({"model": "m", "messages": said}).encode())
@@ -110,7 +110,7 @@ def test_the_last_message_is_continued_where_it_ends(
     assert tokenizer.decode(prompts.ids[0]) == shown and prompts.in_reasoning is in_reasoning
 
 
-def test_reasoning_comes_back_by_either_name() -> None:
+def test_reasoning_is_accepted_by_either_name() -> None:
     tokenizer = chat_tokenizer("{% for m in messages %}[{{ m.reasoning_content }}]{% endfor %}")
     said = [{"role": "assistant", "content": "x", name: "why"} for name in ("reasoning", "reasoning_content")]
     request = ChatRequest.model_validate({"model": "m", "messages": said})

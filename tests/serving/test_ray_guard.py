@@ -1,5 +1,5 @@
-"""What guards Ray: actors that do not answer are killed, and only then; a stream ends when its reader has taken it, or
-is gone. On real Ray: `test_serving`.
+"""Guards of Ray: only actors that do not respond are killed; a stream ends when its reader has taken it, or is gone. On
+real Ray: `test_serving`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ GONE: Message = {"type": "http.disconnect"}
 READ: Message = {"type": "http.request", "body": b""}
 
 
-def test_streams_that_end_together_ask_their_reader_once() -> None:
+def test_streams_that_end_together_poll_their_reader_once() -> None:
     async def end() -> None:
         asked, answer = list[str](), asyncio.Event()
 
@@ -49,7 +49,7 @@ def test_streams_that_end_together_ask_their_reader_once() -> None:
 
 
 def call(messages: list[Message | Exception], *, more: bool = False) -> list[Message | Exception]:
-    """What is left of the server's messages when a call has ended."""
+    """Messages of the server left when a call has ended."""
 
     async def app(_: Scope, __: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200})
@@ -71,20 +71,22 @@ def call(messages: list[Message | Exception], *, more: bool = False) -> list[Mes
     return messages
 
 
-def test_a_call_ends_when_the_server_says_that_its_answer_is_complete() -> None:
+def test_a_call_ends_when_the_server_reports_completion() -> None:
     assert call([READ, GONE, READ]) == [READ]
 
 
-def test_a_call_whose_server_is_gone_ends() -> None:
+def test_a_call_to_a_dead_server_ends() -> None:
     assert call([OSError("gone"), READ]) == [READ]
 
 
-def test_a_call_without_an_end_waits_for_no_reader() -> None:
+def test_a_call_without_completion_does_not_wait_for_its_reader() -> None:
     assert call([READ, GONE], more=True) == [READ, GONE]
 
 
 class Actor(WatchedActor):
-    """``answers``: to each question; ``processes``: the pid after each that has none, the last one from there on."""
+    """``answers``: to each check; ``processes``: the pid after each check without an answer, the last one from
+    then on.
+    """
 
     def __init__(self, answers: str, processes: list[int | None]) -> None:
         super().__init__("a", "b")
@@ -118,19 +120,19 @@ def killed_after(answers: str, processes: list[int | None]) -> list[int | None]:
         ("nnnn", [1, None, 2, 2], []),
     ],
 )
-def test_what_does_not_answer_three_times_in_a_row_is_killed(
+def test_an_actor_is_killed_after_three_missed_checks(
     answers: str, processes: list[int | None], killed: list[int]
 ) -> None:
     assert killed_after(answers, processes) == killed
 
 
-def test_the_questions_of_a_cluster_are_no_more_the_more_nodes_it_has() -> None:
+def test_the_number_of_checks_does_not_grow_with_the_nodes() -> None:
     assert pause_s(1) == pause_s(4) == 2
     small, large = (4 * count / pause_s(count) for count in (4, 100))  # of four replicas on each node
     assert small == large
 
 
-def test_who_got_no_answer_asks_again_as_soon_as_in_a_small_cluster() -> None:
+def test_a_missed_check_is_repeated_without_the_large_cluster_delay() -> None:
     watch = Actor("ny", [1])
     pauses = []
     for _ in range(2):

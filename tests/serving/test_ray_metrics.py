@@ -1,4 +1,4 @@
-"""What a replica measures is among Ray's own metrics too, under vLLM's names: read where a node of Ray exports them."""
+"""Metrics of a replica are among Ray's own too, under vLLM's names: read where a node of Ray exports them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Measuring:
         self.metrics = metrics
 
 
-def test_ray_exports_what_a_replica_measures(cluster: Any) -> None:
+def test_ray_exports_replica_metrics(cluster: Any) -> None:
     actor = Measuring.remote()
     ray.get(actor.measure.remote())
     (port,) = {node["MetricsExportPort"] for node in ray.nodes() if node["Alive"]}
@@ -57,7 +57,7 @@ def test_ray_exports_what_a_replica_measures(cluster: Any) -> None:
 
 
 def ours(text: str) -> dict[tuple[str, str], float]:
-    """(name, position) -> value, without the buckets of histograms; Ray adds labels of its own."""
+    """(name, position) -> value, without the buckets of histograms; Ray adds labels."""
     return {
         (sample.name, sample.labels.get("position", "")): sample.value
         for family in text_string_to_metric_families(text)

@@ -1,4 +1,4 @@
-"""What a replica says when it is asked how it is: Serve replaces one that raises. No Ray runs."""
+"""Responses of a replica to health checks: Serve replaces one that raises. No Ray runs."""
 
 from __future__ import annotations
 

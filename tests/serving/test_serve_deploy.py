@@ -51,7 +51,7 @@ def client(cluster: object, groups: tuple[ReplicaGroupPlan, ...]) -> Iterator[op
         yield connected
 
 
-def test_serve_s_proxy_passes_answers_on(client: openai.OpenAI, home: Path) -> None:
+def test_rays_proxy_forwards_responses(client: openai.OpenAI, home: Path) -> None:
     asked = {"model": "chat", "prompt": PROMPT, "max_tokens": 40, "temperature": 0}
     assert client.completions.create(**asked).choices[0].text == said(home, PROMPT, max_new_tokens=40)
     chunks = client.completions.create(stream=True, **asked)
@@ -59,7 +59,7 @@ def test_serve_s_proxy_passes_answers_on(client: openai.OpenAI, home: Path) -> N
 
 
 def test_a_config_file_deploys_the_builder(client: openai.OpenAI, cluster: Cluster, home: Path) -> None:
-    """With Ray's own command, beside what is served already, below a prefix, and with two processes of HTTP."""
+    """Deployed with Ray's own command, next to another application, below a prefix, and with two HTTP processes."""
     shape = "n_positions: 128, amp: f32, backend: eager"
     (home / "models.yaml").write_text(f"models:\n  - {{name: again, path: {home / 'target'}, {shape}}}\n")
     config = deploy_config(

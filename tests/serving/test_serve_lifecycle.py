@@ -1,4 +1,4 @@
-"""What a process of HTTP asks the one that decides, over an actor of this process; decisions are `test_lifecycle`'s."""
+"""Calls of an HTTP process to the lifecycle actor, over an actor of this process; decisions are `test_lifecycle`'s."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def service(home: Path, *models: dict[str, object]) -> Service:
 
 
 class Found(ServeLifecycle):
-    """Whose actor is an object of this process; None: there is none."""
+    """Object of this process in place of an actor; None: there is none."""
 
     def __init__(self, made: Service, actor: object, keys: KeyCounts | None = None) -> None:
         super().__init__(made, needed=True, keys=keys)
@@ -50,7 +50,7 @@ class Found(ServeLifecycle):
         )
 
 
-def test_requests_of_a_key_count_wherever_they_came_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_of_a_key_are_counted_across_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve_lifecycle, "_PERIOD_S", 0.005)
     made = Service("paceline", {}, FaultPolicy())
 
@@ -69,7 +69,7 @@ def test_requests_of_a_key_count_wherever_they_came_in(monkeypatch: pytest.Monke
     asyncio.run(asyncio.wait_for(both(), 60))
 
 
-def test_a_process_that_is_gone_has_no_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_of_a_dead_process_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve_lifecycle, "_SILENT_S", 0.0)
 
     async def gone() -> None:
@@ -101,7 +101,7 @@ class Decides:
     load = demand
 
 
-def test_the_state_follows_the_file_until_an_operator_decides_and_then_the_last_decision(workshop: Workshop) -> None:
+def test_the_last_operator_decision_overrides_the_file(workshop: Workshop) -> None:
     made = service(workshop.checkpoint(), {"name": "a", "pinned": True}, {"name": "b", "load": "on_demand"})
 
     async def ask() -> None:
@@ -137,7 +137,7 @@ class Replicas:
 
 
 @pytest.mark.parametrize(("says", "leaves"), [([True, True], True), ([True, False], False), ([], False)])
-def test_a_model_leaves_to_make_room_only_if_all_replicas_that_answer_are_idle(
+def test_a_model_is_evicted_only_if_all_responding_replicas_are_idle(
     workshop: Workshop, says: list[object], leaves: bool
 ) -> None:
     replicas = Replicas(*says)
@@ -148,7 +148,7 @@ def test_a_model_leaves_to_make_room_only_if_all_replicas_that_answer_are_idle(
     assert asyncio.run(loader.leave("a", unless_used=False)), "an operator's word"
 
 
-def test_the_usage_of_a_model_is_that_of_its_replicas(workshop: Workshop) -> None:
+def test_model_usage_is_the_sum_over_replicas(workshop: Workshop) -> None:
     made = service(workshop.checkpoint(), {"name": "a"})
 
     def usage(*says: object) -> ModelUsage | None:
@@ -180,7 +180,7 @@ def loader(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> ServeLoader:
 
 
 @pytest.mark.parametrize("name", ["eager", "late"])
-def test_a_model_that_does_not_start_is_reported_without_rays_text(
+def test_a_failed_load_is_reported_without_rays_text(
     loader: ServeLoader, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "paceline")
@@ -193,7 +193,7 @@ def test_a_model_that_does_not_start_is_reported_without_rays_text(
     assert (refused.status, refused.headers) == (503, {"retry-after": "5"})
 
 
-def test_neither_is_an_allocator_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unresponsive_allocator_is_reported_without_rays_text(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails() -> None:
         raise GetTimeoutError(RAYS)
 

@@ -90,7 +90,7 @@ LOSSES = [ActorDiedError(), DeploymentUnavailableError(None), Failed(RefusedErro
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: type(loss).__name__)
 @pytest.mark.parametrize("at", range(4))
-def test_an_answer_goes_on_at_another_replica(loss: Any, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_response_continues_at_another_replica(loss: Any, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     handle = Handle(answers(at, loss), answers(0, loss), answers(4))
     items = ask(handle, monkeypatch)
     assert [type(item) for item in items] == [StreamStart] + [StreamChunk] * 4, "accepted once"
@@ -99,7 +99,7 @@ def test_an_answer_goes_on_at_another_replica(loss: Any, at: int, monkeypatch: p
     assert handle.cancelled == (0 if isinstance(loss, Failed) else 2), "nothing goes on behind a last item"
 
 
-def test_several_items_of_one_message_are_items(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batched_items_of_a_message_are_separated(monkeypatch: pytest.MonkeyPatch) -> None:
     def together(skip: Sequence[int]) -> list[Any]:
         accepted, first, *rest = answers(4)(skip)
         return [(accepted, first), *rest[:1], ActorDiedError()] if not skip else [(accepted, first, *rest)]
@@ -111,7 +111,7 @@ def test_several_items_of_one_message_are_items(monkeypatch: pytest.MonkeyPatch)
     assert handle.skips == [(), (2,)]
 
 
-def test_who_leaves_ends_what_goes_on_for_it() -> None:
+def test_a_disconnect_ends_the_running_call() -> None:
     handle = Handle(answers(4))
 
     async def leave() -> None:
@@ -124,7 +124,7 @@ def test_who_leaves_ends_what_goes_on_for_it() -> None:
     assert handle.cancelled == 1
 
 
-def test_a_model_without_a_replica_ends_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_without_a_replica_ends_the_response(monkeypatch: pytest.MonkeyPatch) -> None:
     """Serve waits for one for as long as it takes, without a word."""
 
     class Waits(Items):
@@ -141,7 +141,7 @@ def test_a_model_without_a_replica_ends_the_answer(monkeypatch: pytest.MonkeyPat
     assert failed.error.retry_after_s
 
 
-def test_a_model_that_does_not_come_back_ends_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_does_not_recover_ends_the_response(monkeypatch: pytest.MonkeyPatch) -> None:
     gone = answers(0, ActorDiedError())
     *_, last = ask(Handle(answers(2, ActorDiedError()), gone), monkeypatch, resume_s=0.01)
     assert isinstance(last, Failed) and (last.error.status, last.error.code) == (503, "model_unavailable")
@@ -154,16 +154,14 @@ FULL = BackPressureError(num_queued_requests=9, max_queued_requests=9)
 @pytest.mark.parametrize(
     "full", [FULL, Failed(RefusedError(429, "all wait", code="queue_full"))], ids=["serve", "engine"]
 )
-def test_an_answer_that_has_begun_outwaits_a_full_queue(
-    full: Exception | Failed, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_started_response_waits_for_a_full_queue(full: Exception | Failed, monkeypatch: pytest.MonkeyPatch) -> None:
     handle = Handle(answers(2, ActorDiedError()), lambda _: [full], answers(4))
     items = ask(handle, monkeypatch, resume_s=60.0)
     assert b"".join(item.data for item in items if isinstance(item, StreamChunk)) == b"abcd"
     assert handle.skips == [(), (2,), (2,)]
 
 
-def test_a_failure_of_the_request_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_request_is_not_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = Failed(RefusedError(400, "too long"))
     handle = Handle(answers(1, failed))
     assert ask(handle, monkeypatch)[-1] is failed and len(handle.skips) == 1
@@ -176,7 +174,7 @@ def test_a_full_queue_and_an_unknown_model_have_a_status(monkeypatch: pytest.Mon
     assert isinstance(unknown, Failed) and unknown.error.status == 404
 
 
-def test_what_a_tokenizer_refuses_crosses_processes_and_rays_text_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokenizer_errors_cross_processes_without_rays_text(monkeypatch: pytest.MonkeyPatch) -> None:
     class Refuses(Handle):
         def __init__(self, error: Exception) -> None:
             super().__init__()
@@ -207,7 +205,7 @@ def test_a_model_without_a_responding_replica_is_neither_listed_nor_healthy() ->
     asyncio.run(look())
 
 
-def test_health_is_of_now_and_the_list_of_models_of_a_moment_ago() -> None:
+def test_health_is_current_and_the_model_list_is_cached() -> None:
     async def look() -> None:
         handle = Handle()
         handle.cards = [ModelCard("m", 1, max_model_len=8)]
@@ -221,7 +219,7 @@ def test_health_is_of_now_and_the_list_of_models_of_a_moment_ago() -> None:
     asyncio.run(look())
 
 
-def test_questions_of_health_that_come_together_are_one() -> None:
+def test_concurrent_health_checks_are_merged() -> None:
     async def look() -> int:
         asked = 0
 
@@ -245,7 +243,7 @@ def test_questions_of_health_that_come_together_are_one() -> None:
 def test_the_lifecycle_is_called_if_no_replica_responds(
     decides: Exception | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It loads the model, or says why not; while nobody decides, the model may come back by itself."""
+    """The lifecycle loads the model, or says why not; without a decision the model may recover."""
     monkeypatch.setattr(serve_router, "_FIRST_LOOK_S", 0.01)
     monkeypatch.setattr(serve_router, "_LOOK_S", 0.01)
     there = asyncio.Event()

@@ -1,5 +1,5 @@
-"""The real `paceline serve` in a process of its own: every drafter of a models file by HTTP, and how it ends when it is
-told to: answers under way are complete, its exit status is 0, it prints no error, and no process of it is left.
+"""The real `paceline serve` in a separate process: every drafter of a models file by HTTP, and its end on a signal:
+running responses are complete, its exit status is 0, it prints no error, and no process of it is left.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Served:
 
 
 def title(pid: int) -> str:
-    """What a process is called; empty where it has ended."""
+    """Name of a process; empty if it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
     except OSError:
@@ -151,6 +151,6 @@ def test_every_drafter_is_served_with_the_tokens_of_plain_decoding_and_sigterm_d
         served.check_ended(own)
 
 
-def test_ctrl_c_ends_it_without_a_word(home: Path) -> None:
+def test_ctrl_c_ends_the_service_silently(home: Path) -> None:
     with serving(home, {"plain": None}) as served:
         served.check_ended(served.end(signal.SIGINT))

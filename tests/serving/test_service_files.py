@@ -53,7 +53,7 @@ def instructions() -> list[tuple[str, str]]:
     return [(name, rest) for name, _, rest in (line.partition(" ") for line in joined)]
 
 
-def test_the_unit_starts_the_server_with_options_that_it_has() -> None:
+def test_the_unit_starts_the_server_with_existing_options() -> None:
     unit = configparser.ConfigParser(strict=False, interpolation=None)
     unit.optionxform = str  # type: ignore[assignment,method-assign]
     unit.read(UNIT)
@@ -87,7 +87,7 @@ def test_the_container_serves_as_a_user_with_options_and_paths_that_exist() -> N
 
 
 @pytest.mark.full
-def test_the_wheel_is_whole_and_runs_outside_the_repository(tmp_path: Path) -> None:
+def test_the_wheel_is_complete_and_runs_outside_the_repository(tmp_path: Path) -> None:
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
     source = tmp_path / "source"
     names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -127,7 +127,7 @@ def test_serve_accepts_what_the_manifest_deploys() -> None:
 
 @pytest.mark.skipif("KUBERAY_CRD" not in os.environ, reason="KUBERAY_CRD names KubeRay's ray.io_rayservices.yaml")
 def test_kubernetes_accepts_the_manifest() -> None:
-    """By the schema of KubeRay's v1, in which unknown keys are errors here."""
+    """Validation by the schema of KubeRay's v1, in which unknown keys are errors in this test."""
     definition = yaml.load(Path(os.environ["KUBERAY_CRD"]).read_text(), Loader=yaml.CSafeLoader)
     (version,) = [version for version in definition["spec"]["versions"] if version["name"] == "v1"]
     schema = strict(version["schema"]["openAPIV3Schema"])

@@ -1,4 +1,4 @@
-"""The service, asked by OpenAI's own client: planned models behind HTTP, on real Ray Serve."""
+"""The service, called by OpenAI's own client: planned models with HTTP, on real Ray Serve."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def client(cluster: object, home: Path) -> Iterator[openai.OpenAI]:
-    """Two models: one on two ranks, with a draft, and the draft by itself, which has no chat template."""
+    """Two models: one on two ranks, with a draft, and the draft as a model, which has no chat template."""
     shape = {"n_positions": 128, "amp": "f32", "backend": "eager", "tp_degree": 1, "batch_size": 2}
     entries = [
         {"name": "chat", "path": str(home / "target"), **shape, "tp_degree": 2},
@@ -77,7 +77,7 @@ def test_models_are_listed(client: openai.OpenAI) -> None:
         client.models.retrieve("chat-draft")
 
 
-def test_a_model_is_loaded_on_demand_and_leaves_its_cores(client: openai.OpenAI) -> None:
+def test_a_model_is_loaded_on_demand_and_releases_its_cores(client: openai.OpenAI) -> None:
     """The deployment begins without replicas; the service is ready all the same."""
     states = {one["name"]: one["state"] for one in admin(client, "GET", "")["models"]}
     assert states == {"chat": "loaded", "small": "loaded", "late": "unloaded"}
@@ -95,7 +95,7 @@ def test_a_model_is_loaded_on_demand_and_leaves_its_cores(client: openai.OpenAI)
     assert admin(client, "POST", "/unload", {"model": "late"})["state"] == "unloaded"
 
 
-def test_what_is_pinned_stays_so_when_the_process_of_http_is_killed(client: openai.OpenAI) -> None:
+def test_pins_survive_the_death_of_the_http_process(client: openai.OpenAI) -> None:
     assert admin(client, "POST", "/pin", {"model": "small"})["pinned"]
     os.kill(ingress := process("ingress"), signal.SIGKILL)
     end = time.monotonic() + 90
@@ -109,7 +109,7 @@ def test_what_is_pinned_stays_so_when_the_process_of_http_is_killed(client: open
     assert ray.get_actor(actor_name("paceline"), namespace=NAMESPACE) == decides, "no other one took its place"
 
 
-def test_completions_are_those_of_one_process(client: openai.OpenAI, home: Path) -> None:
+def test_completions_equal_those_of_one_process(client: openai.OpenAI, home: Path) -> None:
     greedy = client.completions.create(model="chat", prompt=PROMPT, max_tokens=20, temperature=0)
     assert greedy.choices[0].text == said(home, PROMPT, max_new_tokens=20)
     assert greedy.choices[0].finish_reason == "length"
@@ -155,7 +155,7 @@ def test_errors_are_error_objects(client: openai.OpenAI) -> None:
     assert refused.value.param == "prompt"
 
 
-def test_who_hangs_up_frees_the_model_for_the_next(client: openai.OpenAI, home: Path) -> None:
+def test_a_disconnect_frees_the_model_for_the_next_request(client: openai.OpenAI, home: Path) -> None:
     """Those whose answer has begun, and those whose has not: the worker stands still while four of them hang up."""
     asked = {"model": "chat", "prompt": PROMPT, "max_tokens": 100, "temperature": 0}
     for _ in range(3):
@@ -179,8 +179,10 @@ def test_who_hangs_up_frees_the_model_for_the_next(client: openai.OpenAI, home: 
     assert replica("chat").progress.remote().result() - before < 2 * alone + 2 * 20
 
 
-def test_requests_that_come_together_share_rounds(client: openai.OpenAI, home: Path) -> None:
-    """Two slots, three requests, one of which takes the place of the first to end; each has the text it has alone."""
+def test_concurrent_requests_share_rounds(client: openai.OpenAI, home: Path) -> None:
+    """Two slots, three requests, one of which takes the place of the first to end; each has the text of a single
+    request.
+    """
     asks = [
         {"prompt": PROMPT, "max_tokens": 100, "temperature": 0},
         {"prompt": "x", "max_tokens": 110, "temperature": 1.1, "seed": 3},
@@ -199,7 +201,7 @@ def test_requests_that_come_together_share_rounds(client: openai.OpenAI, home: P
 
 
 def test_streams_survive_the_death_of_their_model(client: openai.OpenAI, home: Path) -> None:
-    """Also of a request without a seed, which gets one at the door; and the model is there again afterwards."""
+    """Requests without a seed too, which get one from the HTTP process; and the model is available again afterwards."""
     asked = {"model": "chat", "prompt": PROMPT, "max_tokens": 100, "temperature": 1.2, "stream": True}
 
     def text(seed: int | None, begun: Barrier) -> str:
@@ -225,7 +227,7 @@ def test_streams_survive_the_death_of_their_model(client: openai.OpenAI, home: P
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_streams_do_not_notice_that_the_draft_is_gone(client: openai.OpenAI, home: Path, number: int) -> None:
+def test_streams_continue_without_their_draft(client: openai.OpenAI, home: Path, number: int) -> None:
     asked = {"model": "chat", "prompt": PROMPT, "max_tokens": 100, "temperature": 1.2, "seed": 5, "stream": True}
     parts = [next(stream := client.completions.create(**asked)).choices[0].text]
     with struck("draft", number):
@@ -233,8 +235,8 @@ def test_streams_do_not_notice_that_the_draft_is_gone(client: openai.OpenAI, hom
     assert "".join(parts) == said(home, PROMPT, max_new_tokens=100, do_sample=True, temperature=1.2, seed=5)
 
 
-def test_a_process_of_http_that_is_stopped_holds_up_no_model(client: openai.OpenAI, home: Path) -> None:
-    """Where a stream ends, Ray waits for its caller, and begins no other call of that replica meanwhile."""
+def test_a_suspended_http_process_blocks_no_model(client: openai.OpenAI, home: Path) -> None:
+    """At the end of a stream, Ray waits for its caller, and starts no other call of that replica."""
     stream = client.completions.create(model="chat", prompt=PROMPT, max_tokens=60, temperature=0, stream=True)
     parts = [next(stream).choices[0].text]
     with struck("ingress", signal.SIGSTOP):
@@ -242,8 +244,8 @@ def test_a_process_of_http_that_is_stopped_holds_up_no_model(client: openai.Open
     assert "".join(parts + [one.choices[0].text for one in stream]) == said(home, PROMPT, max_new_tokens=60)
 
 
-def test_what_replaces_others_is_replaced_when_it_stops(client: openai.OpenAI, home: Path) -> None:
-    """Ray Serve's controller and the core allocator, which nobody but our replicas asks whether they answer."""
+def test_suspended_controllers_and_allocators_are_replaced(client: openai.OpenAI, home: Path) -> None:
+    """Ray Serve's controller and the core allocator, whose health only our replicas check."""
     stop_until_replaced("controller", "allocator")
     assert call_allocator("taken", timeout=30), "it knows the cores of models that run"
     answer = client.completions.create(model="chat", prompt=PROMPT, max_tokens=20, temperature=0)

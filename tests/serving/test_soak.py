@@ -39,7 +39,7 @@ KEPT_BYTES = 32_768  # that 98 requests may leave, such as the tickets of those 
 
 
 @pytest.mark.full
-def test_nothing_of_a_request_stays() -> None:
+def test_finished_requests_leave_nothing() -> None:
     engine = SharedEngine(generator())
     app = application(engine, api_keys=("k",), max_requests_per_key=50)
     with running(app) as address, httpx.Client(base_url=address, timeout=60) as client:

@@ -123,7 +123,7 @@ FORMS: list[tuple[str, str, str, Calls]] = [
 
 
 @pytest.mark.parametrize(("name", "text", "left", "calls"), FORMS)
-def test_calls_cut_anywhere(name: str, text: str, left: str, calls: Calls) -> None:
+def test_tool_calls_parse_in_any_chunks(name: str, text: str, left: str, calls: Calls) -> None:
     row = next(row for row in TOOL_FORMATS if row.name == name)
     for pieces in cuts(f"a {text}"):
         found = read(row.make(SCHEMAS), pieces)
@@ -190,7 +190,7 @@ def test_recipients_cut_anywhere(text: str, said: str, calls: Calls) -> None:
         ({"oneOf": None}, 2),
     ],
 )
-def test_a_schema_of_any_form_ends_no_answer(schema: object, value: object) -> None:
+def test_no_form_of_schema_fails_a_response(schema: object, value: object) -> None:
     """JSON Schema has true for what may be anything, and a request is not checked for it."""
     row = next(row for row in TOOL_FORMATS if row.name == "minicpm5")
     text = '<function name="f"><param name="x">2</param></function>'
@@ -290,7 +290,7 @@ def test_a_published_template_renders_as_transformers_does(path: Path) -> None:
 @pytest.mark.gguf
 @pytest.mark.skipif(not TEMPLATES, reason="llama.cpp's sources are not here; `make test-gguf` fetches them")
 @pytest.mark.parametrize("path", TEMPLATES, ids=[path.stem for path in TEMPLATES])
-def test_a_call_that_a_published_template_writes_is_parsed_back(path: Path) -> None:
+def test_tool_calls_of_published_templates_parse_back(path: Path) -> None:
     template = path.read_text()
     row = ChatFormat.of(chat_tokenizer(template)).tools
     try:

@@ -78,6 +78,6 @@ def test_a_drafter_changes_no_token_and_drafts_as_published(
     assert MEASURE.run(generator, rows[:2], **SAMPLED)["texts"] == plain["sampled"]["texts"]
 
 
-def test_what_is_shipped_is_small() -> None:
+def test_shipped_files_are_small() -> None:
     files = [path for name in ("draft", "eagle3", "medusa") for path in (FOLDER / name).iterdir()]
     assert sum(path.stat().st_size for path in (*files, FOLDER / "answers.bin")) < 40e6

@@ -49,7 +49,7 @@ def prompts(smollm2: Path) -> Texts:
 
 @pytest.fixture
 def alone(smollm2: Path, tmp_path: Path) -> Path:
-    """The GGUF file in a folder of its own: beside others, transformers takes the tokenizer's settings from those."""
+    """The GGUF file in a separate folder: with others in it, transformers takes the tokenizer's settings from those."""
     path = tmp_path / GGUF
     path.symlink_to(smollm2 / GGUF)
     return path
@@ -65,7 +65,7 @@ def greedy(decoder: SamplingDecoder, prompts: Texts) -> Texts:
     return [row[:length].tolist() for row, length in zip(made.sequences, made.lengths, strict=True)]
 
 
-def test_greedy_tokens_of_the_fetched_folder_are_those_of_transformers(smollm2: Path, prompts: Texts) -> None:
+def test_greedy_tokens_of_the_fetched_folder_equal_transformers(smollm2: Path, prompts: Texts) -> None:
     found = greedy(loaded(smollm2), prompts)
     judge = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
     assert found[:3] == [generated(judge, prompt, max_new_tokens=NEW) for prompt in prompts[:3]]
@@ -88,7 +88,7 @@ def test_the_file_itself_is_read_as_transformers_reads_it(alone: Path, prompts: 
     assert greedy(decoder, prompts[:1]) == [generated(judge, prompts[0], max_new_tokens=NEW)]
 
 
-def test_the_configuration_of_both_is_one_but_for_the_ends_that_llama_cpp_adds(smollm2: Path) -> None:
+def test_folder_and_file_configurations_differ_only_in_end_ids(smollm2: Path) -> None:
     found = ModelConfig.from_pretrained(smollm2 / GGUF)
     assert found.eos_token_ids == (2, 4, 0)  # <|im_end|>, and by their text <reponame> and <|endoftext|>
     assert replace(found, eos_token_ids=(2,)) == ModelConfig.from_pretrained(smollm2)
@@ -97,13 +97,13 @@ def test_the_configuration_of_both_is_one_but_for_the_ends_that_llama_cpp_adds(s
 
 
 def test_a_name_and_a_file_have_a_tokenizer(smollm2: Path, alone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`paceline verify` takes texts and stop strings from it, and used to find it in folders alone."""
+    """`paceline verify` takes texts and stop strings from the tokenizer, and used to find it in folders only."""
     monkeypatch.setattr(hub, "fetched", lambda _row: smollm2)
     assert all(map(has_tokenizer, (Path("smollm2"), smollm2, alone)))
     assert not has_tokenizer(alone.parent / "nowhere")
 
 
-def test_the_tokenizer_and_the_chat_template_are_the_file_s(smollm2: Path, alone: Path) -> None:
+def test_tokenizer_and_chat_template_equal_the_files(smollm2: Path, alone: Path) -> None:
     theirs: Any = AutoTokenizer.from_pretrained(alone.parent, gguf_file=GGUF)
     for path in (smollm2, alone):
         ours: Any = load_tokenizer(path)

@@ -22,7 +22,7 @@ END = 5
 
 @pytest.fixture
 def recipe(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
-    """The recipe's modules, which are scripts beside each other and no installed package."""
+    """The recipe's modules, which are scripts in one folder and not an installed package."""
     monkeypatch.syspath_prepend(str(RECIPE))
     found = {name: importlib.import_module(name) for name in MODULES}
     for name in MODULES:
@@ -48,7 +48,7 @@ def model() -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
-def test_many_texts_at_once_are_those_of_transformers(recipe: dict[str, ModuleType], model: LlamaForCausalLM) -> None:
+def test_batched_greedy_texts_equal_transformers(recipe: dict[str, ModuleType], model: LlamaForCausalLM) -> None:
     """More prompts than rows, of unequal lengths, some longer than the room leaves: each its own greedy text."""
     made = recipe["gpu_decoder"]
     decoder = made.GpuDecoder(model, rows=3, room=32, end=END)
@@ -66,8 +66,8 @@ def test_many_texts_at_once_are_those_of_transformers(recipe: dict[str, ModuleTy
         assert text == wanted[0].tolist()
 
 
-def test_a_row_is_drawn_at_its_own_temperature(recipe: dict[str, ModuleType], model: LlamaForCausalLM) -> None:
-    """Against the softmax, within four standard deviations; greedy rows beside them stay greedy."""
+def test_each_row_is_sampled_at_its_temperature(recipe: dict[str, ModuleType], model: LlamaForCausalLM) -> None:
+    """Samples against the softmax, within four standard deviations; greedy rows among them stay greedy."""
     made, count, ids = recipe["gpu_decoder"], 3000, [7, 8, 9]
     decoder = made.GpuDecoder(model, rows=100, room=8, end=END)
     with torch.no_grad():
@@ -96,7 +96,7 @@ def conversations(recipe: dict[str, ModuleType], model: LlamaForCausalLM, folder
     return made.Conversations(target, stream, stream[:60], markers=markers, longest=longest)
 
 
-def test_answers_alone_count_and_texts_begin_at_their_beginning(
+def test_only_answers_count_and_texts_start_at_their_beginning(
     recipe: dict[str, ModuleType], model: LlamaForCausalLM, tmp_path: Path
 ) -> None:
     corpus = conversations(recipe, model, tmp_path)
@@ -111,7 +111,7 @@ def test_answers_alone_count_and_texts_begin_at_their_beginning(
         assert END not in answer[:-1] and (answer[-1] == END or len(CONVERSATION) + len(answer) == 40)
 
 
-def test_every_conversation_has_its_turn_in_a_new_order(
+def test_every_conversation_is_used_once_per_epoch_in_a_new_order(
     recipe: dict[str, ModuleType], model: LlamaForCausalLM, tmp_path: Path
 ) -> None:
     corpus = conversations(recipe, model, tmp_path)
@@ -120,6 +120,8 @@ def test_every_conversation_has_its_turn_in_a_new_order(
     assert not torch.equal(first, later)
 
 
-def test_no_conversation_is_refused(recipe: dict[str, ModuleType], model: LlamaForCausalLM, tmp_path: Path) -> None:
+def test_missing_conversations_are_rejected(
+    recipe: dict[str, ModuleType], model: LlamaForCausalLM, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigurationError, match="hold 0 conversations"):
         conversations(recipe, model, tmp_path, longest=len(CONVERSATION) - 2)

@@ -1,4 +1,4 @@
-"""The chat model behind HTTP, asked by OpenAI's own client: its template, and a head that drafts in its process."""
+"""The chat model with HTTP, called by OpenAI's own client: its template, and a head that drafts in its process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def client(cluster: object, smollm2: Path) -> Iterator[openai.OpenAI]:
         yield connected
 
 
-def test_a_chat_goes_through_the_model_s_own_template(client: openai.OpenAI) -> None:
+def test_a_chat_uses_the_models_template(client: openai.OpenAI) -> None:
     asked = {"model": "smollm2", "max_tokens": 24, "temperature": 0}
     question = {"role": "user", "content": "What is the capital of France?"}
     answer = client.chat.completions.create(messages=[question], **asked)  # type: ignore[call-overload]

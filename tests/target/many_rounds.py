@@ -1,4 +1,4 @@
-"""Several fused rounds in one call, in plain Python: what native code is compared with; no tests in here."""
+"""Several fused rounds in one call, in plain Python: what native code is compared with; no tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.decoder.backends.base import Step
 def run_rounds(
     step: Step, inputs: list[Tensor], seconds: float, limits: RoundLimits
 ) -> tuple[list[RoundReport], list[Tensor]]:
-    """As `paceline.decoder.backends.base.MultiRoundStep.run_rounds`, of a `FusedStep` that is not lean."""
+    """Run rounds as `paceline.decoder.backends.base.MultiRoundStep.run_rounds`, of a `FusedStep` that is not lean."""
     max_accept, remaining = inputs[3].tolist(), list(limits.remaining)
     reports: list[RoundReport] = []
     first = begin = perf_counter()

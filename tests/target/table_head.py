@@ -1,4 +1,4 @@
-"""A head whose distribution is a table, under the real growth of trees (`paceline.eagle.tree`); no tests in here."""
+"""A head whose distribution is a table, under the real growth of trees (`paceline.eagle.tree`); no tests."""
 
 from __future__ import annotations
 

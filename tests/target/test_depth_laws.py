@@ -81,7 +81,7 @@ def reencoding(slots: int) -> RetokenizingDrafter:
 
 
 @pytest.mark.parametrize(("drawn", "confidence"), [(False, 0.0), (True, 0.0), (True, 0.4)])
-def test_the_joint_law_stays_where_depths_change(drawn: bool, confidence: float) -> None:
+def test_changing_draft_lengths_keep_the_joint_distribution(drawn: bool, confidence: float) -> None:
     """From round to round by the ladder, from slot to slot by what was gained, and where the draft is in doubt."""
     rule = Reject() if drawn else Match()
     source = model(SLOTS, drawn=drawn, confidence_threshold=confidence)
@@ -90,7 +90,7 @@ def test_the_joint_law_stays_where_depths_change(drawn: bool, confidence: float)
     assert mean > 1.1
 
 
-def test_the_joint_law_stays_with_a_draft_of_another_tokenizer() -> None:
+def test_a_draft_with_another_tokenizer_keeps_the_joint_distribution() -> None:
     slots = 4_000
     source = reencoding(slots)
     for rounds_of in (one_depth, many_depths):

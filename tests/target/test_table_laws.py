@@ -97,7 +97,7 @@ LAWFUL = {"match, coupled draft", "reject, drawn draft", "reject, drawn from mor
     ("mode", "slots"),
     [(mode, SLOTS) for mode in MODES] + [pytest.param(mode, MANY, marks=pytest.mark.full) for mode in sorted(LAWFUL)],
 )
-def test_the_joint_law_of_three_tokens_is_the_target_s(mode: str, slots: int) -> None:
+def test_the_joint_distribution_of_three_tokens_is_the_targets(mode: str, slots: int) -> None:
     make, rule = MODES[mode]
     tokens, mean = three_tokens(make(), rule, params=Sampling(temperature=1.0), slots=slots)
     assert misfit(tokens, joint(TARGET, *PROMPT[-2:])) > 1e-3
@@ -111,7 +111,7 @@ RAW = Sampling(temperature=1.0)
 @pytest.mark.parametrize(
     ("theirs", "ours"), [(CUT, RAW), (RAW, CUT), (CUT, CUT)], ids=["draft cut", "target cut", "both cut"]
 )
-def test_a_draft_may_be_cut_otherwise_than_the_target_if_it_says_so(ours: Sampling, theirs: Sampling) -> None:
+def test_a_draft_may_filter_differently_if_its_probabilities_do(ours: Sampling, theirs: Sampling) -> None:
     """Rule C4: top-p on both sides, on one or on none is exact, as long as the one drawn from is reported."""
     tokens, mean = three_tokens(OtherParams(model(drawn=True), theirs), Reject(), params=ours)
     cut = probs.apply_top_k_top_p_min_p(TARGET, sampling_tensors([ours] * V))
@@ -119,19 +119,19 @@ def test_a_draft_may_be_cut_otherwise_than_the_target_if_it_says_so(ours: Sampli
     assert mean > 1.5
 
 
-def test_a_draft_drawn_from_a_cut_law_and_scored_with_the_whole_one_is_seen() -> None:
+def test_a_filtered_draft_with_unfiltered_probabilities_is_detected() -> None:
     """Rule C4, the mistake: drawn filtered, scored raw."""
     source = OtherParams(model(drawn=True), CUT, honest=False)
     tokens, _ = three_tokens(source, Reject(), params=RAW)
     assert misfit(tokens, joint(TARGET, *PROMPT[-2:])) < 1e-6
 
 
-def test_an_argmax_draft_that_claims_a_softmax_law_is_seen() -> None:
+def test_an_argmax_draft_with_claimed_softmax_probabilities_is_detected() -> None:
     tokens, _ = three_tokens(Mislabelled(model(drawn=False)), Reject(), params=Sampling(temperature=1.0))
     assert misfit(tokens, joint(TARGET, *PROMPT[-2:])) < 1e-6
 
 
-def test_ids_out_of_range_leave_the_law_as_it_is_on_the_host_too() -> None:
+def test_out_of_range_ids_keep_the_distribution_on_the_host() -> None:
     slots = 1500  # taken one by one there
     target = TableDecoder(TARGET, slots=slots, kv_buckets=(24,))
     verifier = HostVerifier(target, CHAIN, rule=Reject(), wide=True, slots=[SlotText(PROMPT) for _ in range(slots)])

@@ -78,7 +78,7 @@ def grown(draft_tree: StaticTree | DynamicTree) -> Propose:
 
 
 def two_tokens(rule: AcceptanceRule, propose: Propose) -> tuple[np.ndarray, float]:
-    """The first two tokens of every trial, by calls of the rule alone, and the mean number committed in the first."""
+    """The first two tokens of every trial, by calls of the rule only, and the mean number committed in the first."""
     sampling, slots = every_seed(), torch.arange(TRIALS)
     text = torch.zeros(TRIALS, 8, dtype=torch.int64)  # the last id before the first token, then tokens
     length, gained = torch.ones(TRIALS, dtype=torch.int64), []
@@ -125,7 +125,7 @@ CASES: dict[str, tuple[AcceptanceRule, Callable[[], Propose]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_rules_leave_the_law_of_three_ids(case: str) -> None:
+def test_rules_keep_the_distribution_of_three_ids(case: str) -> None:
     rule, make = CASES[case]
     tokens, gained = two_tokens(rule, make())
     check(tokens)
@@ -133,7 +133,7 @@ def test_rules_leave_the_law_of_three_ids(case: str) -> None:
 
 
 @pytest.mark.parametrize("shared", [noise.DRAFT, noise.TARGET])
-def test_noise_that_the_ratio_test_shares_with_the_draft_is_seen(monkeypatch: pytest.MonkeyPatch, shared: int) -> None:
+def test_noise_shared_by_ratio_test_and_draft_is_detected(monkeypatch: pytest.MonkeyPatch, shared: int) -> None:
     """vLLM's case: the uniform number of the ratio test is made of a word that the drafted token was drawn with."""
     original = noise.uniform
     monkeypatch.setattr(noise, "uniform", lambda keys, where, _stream: original(keys, where, shared))
@@ -156,7 +156,7 @@ def rounds_of(drafter: Drafter, target: TableDecoder, rule: AcceptanceRule) -> R
 
 
 @pytest.mark.parametrize("mode", ROUNDS)
-def test_rounds_leave_the_law_of_three_ids(mode: str) -> None:
+def test_rounds_keep_the_distribution_of_three_ids(mode: str) -> None:
     rule, make = ROUNDS[mode]
     drafter = make()
     assert drafter.draft_shape.depth == K

@@ -1,4 +1,4 @@
-"""What processors and number formats may do to a window of drafts: golden figures, and ties that are nearly ties."""
+"""Permitted effects of processors and number formats on a window of drafts: golden figures, and near-ties."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BEGIN, OWN, LIKELY, OTHER = 5, 2, 1, 15
 
 
 class FrequencyPenalty:
-    """Takes ``penalty`` from a token for every time it stands in the text behind the prompt."""
+    """Takes ``penalty`` from a token for every occurrence in the text after the prompt."""
 
     def __init__(self, penalty: float, *, prompt: int) -> None:
         self._penalty, self._prompt = penalty, prompt
@@ -48,9 +48,9 @@ def always(likely: float = 6.0) -> TableDecoder:
 @pytest.mark.parametrize(
     ("penalty", "wanted"), [(1.5, [LIKELY, OTHER]), (0.7, [LIKELY, LIKELY, OTHER])], ids=["strong", "weak"]
 )
-def test_the_golden_case_of_a_frequency_penalty(penalty: float, wanted: list[int], rule: AcceptanceRule) -> None:
-    """Rule C28, vLLM's case: text [2], drafts [1, 1, 1]; a draft counts for the rows behind it and a rejected one
-    for none. 0.7 takes the third 1 (it stands 0.4 below 15 then), 1.5 the second.
+def test_frequency_penalty_matches_the_golden_case(penalty: float, wanted: list[int], rule: AcceptanceRule) -> None:
+    """Rule C28, vLLM's case: text [2], drafts [1, 1, 1]; a draft counts for the rows after it and a rejected one for
+    none. 0.7 takes the third 1 (then 0.4 below 15), 1.5 the second.
     """
     penalise = FrequencyPenalty(penalty, prompt=1)
     text = SlotText([BEGIN], penalise)
@@ -85,10 +85,10 @@ NEAR = 0.1
 """Logits of up to 6 that are no more apart than this count as a tie in bf16, whose last place is 0.03 there."""
 
 
-def test_where_bf16_chooses_otherwise_than_other_kernels_there_was_nearly_a_tie(workshop: Workshop) -> None:
-    """Rule C46: other kernels round otherwise (here Hugging Face's, with our bf16 weights but an f32 cache), so an
-    argmax may flip where the two best are close, and nowhere else. The logits are taken for our text, so that one flip
-    does not hide the next.
+def test_bf16_tokens_differ_from_other_kernels_only_at_near_ties(workshop: Workshop) -> None:
+    """Rule C46: other kernels round otherwise (Hugging Face's, with our bf16 weights but an f32 cache), so an argmax
+    may flip only where the two best are close. The logits are taken for our text, so that one flip does not hide the
+    next.
     """
     judge = LlamaForCausalLM.from_pretrained(workshop.checkpoint("target"), dtype=torch.bfloat16).float()
     draft, target = workshop.pair(amp="bf16")
@@ -105,7 +105,7 @@ def test_where_bf16_chooses_otherwise_than_other_kernels_there_was_nearly_a_tie(
 
 
 @pytest.mark.parametrize("k", [1, 4])
-def test_a_prompt_of_nothing_but_end_ids_goes_on(k: int) -> None:
+def test_a_prompt_of_end_ids_is_continued(k: int) -> None:
     """Rule C48: an end id in the prompt ends nothing, even if the prompt holds nothing else."""
     wanted = plain_text(TableDecoder(torch.eye(16).roll(1, 1).expand(16, 16, 16) * 9, eos=(3,)), [3, 3])
     assert wanted == [3, 3, 4, 5, 6]

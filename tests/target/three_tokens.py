@@ -1,4 +1,4 @@
-"""The first three tokens of thousands of slots, through the real verifier, drafters and rounds; no tests in here.
+"""The first three tokens of thousands of slots, through the real verifier, drafters and rounds; no tests.
 
 Models are tables whose distribution is known, and their caches check themselves.
 """
@@ -63,7 +63,7 @@ class SlotText:
 
 @lru_cache(maxsize=1)
 def seeds() -> Tensor:
-    """Of MANY slots."""
+    """Sampling parameters of MANY slots."""
     return torch.tensor([seed_row(seed + (77 << 32)) for seed in range(MANY)], dtype=torch.int32)
 
 

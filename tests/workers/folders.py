@@ -1,4 +1,4 @@
-"""Folders of heads for the tiny target, and `draft:` of a models file for every row of the registry; no tests here."""
+"""Folders of heads for the tiny target, and `draft:` of a models file for every row of the registry; no tests."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def save_heads(target: Path, folder: Path) -> None:
 
 
 def drafts(draft: Path, heads: Path) -> dict[str, object]:
-    """Name -> `draft:` of a models file, for every row of the registry that has a place there.
+    """Name -> `draft:` of a models file, for every row of the registry that a file can name.
 
     What repeats the text has one draft length and takes one token for a repetition: a random model repeats little, and
     among several lengths measured times choose, by which drafting may pause before anything is drafted.

@@ -1,4 +1,4 @@
-"""What a caller of a shared engine hears who waits in a thread; no tests in here."""
+"""Updates that a caller of a shared engine receives while it waits in a thread; no tests."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ async def until(true: Any) -> None:
         await asyncio.sleep(0.002)
 
 
-def test_a_step_is_handed_over_once_for_all_streams() -> None:
+def test_a_step_is_delivered_once_for_all_streams() -> None:
     made, handed = made_for(4), list[list[str]]()
 
     async def work() -> list[list[CallUpdate]]:
@@ -78,8 +78,8 @@ def test_a_step_is_handed_over_once_for_all_streams() -> None:
     assert figures.engine.num_accepted_tokens == sum(figures.engine.num_accepted_tokens_per_pos) > 0
 
 
-def test_who_reads_slowly_gets_several_steps_as_one_update() -> None:
-    """So that what is done for every update, such as an item through Ray, is done once for all that lies there."""
+def test_a_slow_reader_gets_several_steps_as_one_update() -> None:
+    """Work for every update, such as an item through Ray, is done once for all waiting steps."""
     made = made_for(2)
 
     async def work() -> tuple[list[CallUpdate], list[CallUpdate]]:
@@ -120,7 +120,7 @@ def test_a_cancelled_stream_frees_its_slot_after_the_step_that_runs() -> None:
 
 
 def test_a_finished_answer_ends_with_its_last_token() -> None:
-    """It used to wait for the next output of anybody, which may be a stranger's long prompt away."""
+    """An abort used to wait for the next output of any request, which may be another's long prompt away."""
     made = made_for(2)
 
     async def work() -> None:
@@ -138,7 +138,7 @@ def test_a_finished_answer_ends_with_its_last_token() -> None:
     run(work())
 
 
-def test_a_full_queue_and_a_deadline_have_names() -> None:
+def test_a_full_queue_and_a_deadline_raise_named_errors() -> None:
     made = made_for(1, max_waiting=2)
 
     async def work() -> None:
@@ -163,7 +163,7 @@ def test_a_full_queue_and_a_deadline_have_names() -> None:
     run(work())
 
 
-def test_a_failed_round_fails_those_in_slots_alone() -> None:
+def test_a_failed_round_fails_only_seated_requests() -> None:
     made = made_for(1)
 
     async def work() -> None:
@@ -203,7 +203,7 @@ def test_a_device_that_fails_again_is_reported_to_all_callers_and_health_checks(
     run(work())
 
 
-def test_turns_go_round_keys_and_then_their_calls() -> None:
+def test_turns_rotate_over_keys_and_then_calls() -> None:
     made, turns, states = made_for(1), FairQueue(), list[CallState]()
     asks = [("a1", "a", 5), ("a2", "a", 2), ("b1", "b", 1), ("c1", "c", 2)]
     for ticket, key, prompts in asks:
@@ -221,7 +221,7 @@ def test_turns_go_round_keys_and_then_their_calls() -> None:
 
 
 def test_a_call_of_many_prompts_leaves_slots_to_others() -> None:
-    """Of 40 prompts of one call and 2 of another, the latter are not at the end of the queue."""
+    """With 40 prompts of one call and 2 of another, the latter are not at the end of the queue."""
     made = made_for(2)
 
     async def work() -> list[str]:

@@ -1,4 +1,4 @@
-"""What a draft's worker has for its targets: decoders that are there before they call, and are used again."""
+"""A draft's worker for its targets: decoders that exist before the first call, and are reused."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class FullOnce(socket.socket):
         return super().accept()
 
 
-def test_who_hangs_up_makes_room_and_a_full_table_of_files_is_no_end(workshop: Workshop, tmp_path: Path) -> None:
+def test_a_disconnect_frees_a_place_and_a_full_file_table_is_survived(workshop: Workshop, tmp_path: Path) -> None:
     address, terms = Address(path=str(tmp_path / "s")), DrafterContract(4, 1, VOCABULARY)
     listener = listen(address)
     with serving(FullOnce(fileno=listener.detach()), pool(workshop, 1)):

@@ -28,7 +28,7 @@ class Clock:
 
 
 class Line:
-    """Calls of one engine whose time is told by a test. What each has heard is in ``heard``, with the time."""
+    """Calls of one engine whose clock the test sets. Updates of each are in ``heard``, with the time."""
 
     def __init__(self, intervals: Sequence[float]) -> None:
         self.clock = Clock()
@@ -63,7 +63,7 @@ class Line:
             self.heard.setdefault(update.ticket, []).append((self.clock.now, tokens))
 
 
-def test_first_and_last_go_at_once_and_the_others_together() -> None:
+def test_first_and_last_updates_are_sent_at_once_and_others_in_batches() -> None:
     line = Line([10.0])
     for took in (1.0, 1.0, 1.0, 9.0, 1.0):
         line.step(took, 0)
@@ -71,7 +71,7 @@ def test_first_and_last_go_at_once_and_the_others_together() -> None:
     assert line.heard["0"] == [(1.0, [0]), (12.0, [1, 2, 3]), (14.0, [4, 5])]
 
 
-def test_without_an_interval_every_round_is_heard() -> None:
+def test_without_an_interval_every_round_is_sent() -> None:
     line = Line([0.0, 100.0])
     for _ in range(4):
         line.step(1.0, 0, 1)
@@ -92,7 +92,7 @@ def test_no_token_waits_longer_than_the_interval_and_a_step(steps: Sequence[floa
         assert [token for _, tokens in heard for token in tokens] == sorted(t for _, tokens in heard for t in tokens)
 
 
-def test_all_that_wait_go_when_one_has_waited_for_its_time() -> None:
+def test_all_waiting_updates_are_sent_when_one_is_due() -> None:
     """Their reader is woken once for all of them."""
     line = Line([10.0, 10.0])
     line.step(1.0, 0)
@@ -114,7 +114,7 @@ def test_with_many_calls_each_gets_fewer_updates() -> None:
 
 
 @pytest.mark.parametrize("fails", [True, False], ids=["error", "deadline"])
-def test_what_waits_is_heard_with_the_error_that_ends_a_call(fails: bool) -> None:
+def test_held_updates_are_sent_with_the_error_that_ends_a_call(fails: bool) -> None:
     made = made_for(2)
 
     async def work() -> list[CallUpdate]:
@@ -147,7 +147,7 @@ def test_what_waits_is_heard_with_the_error_that_ends_a_call(fails: bool) -> Non
     assert len(heard[1].outputs) >= 2 and tokens == wanted(PROMPTS[0], max_new_tokens=60)[: len(tokens)]
 
 
-def test_the_engine_looks_at_the_clock_after_a_step_without_tokens() -> None:
+def test_the_engine_checks_the_clock_after_a_step_without_tokens() -> None:
     """A step that was a chunk of a prompt."""
     engine, _, target = made_for(2)
     heard: list[CallUpdate] = []

@@ -1,4 +1,6 @@
-"""A shared engine: callers in many threads share rounds, join and leave, and each gets the tokens it gets alone."""
+"""A shared engine: callers in many threads share rounds, join and leave, and each gets the tokens of a separate
+call.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,7 @@ def until(true: object) -> None:
 
 
 @pytest.mark.parametrize("slots", [2, 4])
-def test_callers_share_rounds_and_have_their_own_tokens(slots: int) -> None:
+def test_callers_share_rounds_and_get_separate_tokens(slots: int) -> None:
     """Five callers; they come while others are at it, more than there are slots."""
     made = shared(slots)
     asks = [{"max_new_tokens": 20 + i, "do_sample": i % 2 == 1, "temperature": 1.2, "seed": i} for i in range(5)]
@@ -97,7 +99,7 @@ def test_callers_share_rounds_and_have_their_own_tokens(slots: int) -> None:
     assert max(made[1].together) == slots
 
 
-def test_a_request_that_leaves_its_call_makes_room_while_the_others_go_on() -> None:
+def test_an_aborted_request_frees_its_slot_while_others_continue() -> None:
     made = shared(2)
     requests = Request.batch(PROMPTS[:2], SamplingParams.merge(None, {"max_new_tokens": 40}), made[2].generator.limits)
     heard: dict[int, list[int]] = {0: [], 1: []}
@@ -124,7 +126,7 @@ def test_a_request_that_leaves_its_call_makes_room_while_the_others_go_on() -> N
     assert made[0].figures().running == 0
 
 
-def test_a_call_with_processors_has_the_rounds_for_itself() -> None:
+def test_a_call_with_processors_runs_in_exclusive_rounds() -> None:
     made = shared(2)
     asked = {"max_new_tokens": 12, "no_repeat_ngram_size": 2}
     made[1].let(1000)
@@ -135,7 +137,7 @@ def test_a_call_with_processors_has_the_rounds_for_itself() -> None:
         assert [p.result(30) for p in plain] == [wanted(p, max_new_tokens=30) for p in PROMPTS[:2]]
 
 
-def test_a_request_that_cannot_be_served_leaves_the_others_alone() -> None:
+def test_an_unservable_request_does_not_affect_the_others() -> None:
     """A stop string that is valid JSON and no UTF-8 was looked at in a round, which ended for everybody."""
     made = shared(2)
     with ThreadPoolExecutor(1) as pool:
@@ -164,7 +166,7 @@ class Gaps:
 
 @pytest.mark.parametrize("penalty", [None, 1.3])  # on the host, the round itself looks for stop strings
 @pytest.mark.parametrize("answer", ["no such id", None])
-def test_a_tokenizer_that_fails_ends_its_own_request_alone(answer: str | None, penalty: float | None) -> None:
+def test_a_failing_tokenizer_ends_only_its_request(answer: str | None, penalty: float | None) -> None:
     made = shared(2)
     asked = {"max_new_tokens": 40, "repetition_penalty": penalty}
     expected = wanted(PROMPTS[1], **asked)

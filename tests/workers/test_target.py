@@ -1,4 +1,4 @@
-"""A target's worker: whoever drafts in its process, its tokens are those of plain decoding."""
+"""A target's worker: with any drafter in its process, its tokens are those of plain decoding."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def settings(folder: Path, **more: object) -> dict[str, object]:
     }
 
 
-def test_every_row_that_a_file_can_name_is_served() -> None:
+def test_every_registry_row_of_a_models_file_is_served() -> None:
     named = {row.name for row in DRAFTERS.values() if row.given_as in ("name", "target", "folder")}
     assert named == {*ROWS} - {"list", "choice"}
 
@@ -63,7 +63,7 @@ def test_a_draft_in_the_targets_process_changes_no_token(workshop: Workshop, tmp
     assert [texts[0], texts[1]] == [row[: len(texts[i])].tolist() for i, row in enumerate(expected)]
 
 
-def test_it_is_loaded_in_a_thread_that_has_ended(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_target_is_loaded_in_a_thread_that_has_ended(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else OpenMP would have a team of threads for it, and one for the engine: more than there are CPUs."""
     threads: list[threading.Thread] = []
     load = WorkerConfig.load
@@ -73,15 +73,13 @@ def test_it_is_loaded_in_a_thread_that_has_ended(workshop: Workshop, monkeypatch
 
 
 @pytest.mark.parametrize("fused", [None, False])
-def test_a_draft_in_the_targets_process_is_fused_unless_the_file_says_otherwise(
-    workshop: Workshop, fused: bool | None
-) -> None:
+def test_an_in_process_draft_is_fused_unless_configured_otherwise(workshop: Workshop, fused: bool | None) -> None:
     host = make_target(settings(workshop.checkpoint(), draft=str(workshop.checkpoint("draft")), fused=fused), None)
     rounds = host._generator.engine.rounds
     assert isinstance(rounds, Rounds) and [plan.fused is not None for plan in rounds.plans.values()] == [fused is None]
 
 
-def test_the_keys_of_a_models_file_are_those_of_the_generator(workshop: Workshop) -> None:
+def test_keys_of_a_models_file_equal_the_generators(workshop: Workshop) -> None:
     keys = {"draft": "ngram", "k": [0, 2, 4], "acceptor": "typical:epsilon=0.2", "exact": False}
     config = WorkerConfig.from_settings(settings(workshop.checkpoint(), **keys)).speculative
     assert (config.k, config.exact, config.acceptor.name) == ((0, 2, 4), False, "typical")
@@ -106,12 +104,12 @@ def test_tokenizers_are_compared_wherever_the_draft_runs(tmp_path: Path) -> None
     assert make_drafters(settings(home / "draft", targets=[]))  # a target that is not known yet
 
 
-def test_a_draft_that_is_not_there_is_named(workshop: Workshop) -> None:
+def test_a_missing_draft_is_named(workshop: Workshop) -> None:
     with pytest.raises(CheckpointError, match="got 'nothing'"):
         make_target(settings(workshop.checkpoint(), draft="nothing"), None)
 
 
-def test_parameters_cross_processes_or_are_refused_by_name() -> None:
+def test_parameters_cross_processes_or_are_rejected_by_name() -> None:
     params = call_params(SamplingParams(seed=3), {"stop_strings": StopStrings(("a",), scope="output")})
     assert pickle.loads(pickle.dumps(params)) == params
     with pytest.raises(SamplingError, match="streamer: not a sampling parameter"):

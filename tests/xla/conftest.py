@@ -1,4 +1,4 @@
-"""These tests need torch_xla, which has an environment of its own (`make test-xla`); elsewhere none is collected."""
+"""These tests need torch_xla, which has a separate environment (`make test-xla`); without it none is collected."""
 
 from __future__ import annotations
 

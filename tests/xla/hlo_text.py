@@ -1,4 +1,4 @@
-"""HLO as torch_xla prints it, read into what the lint reads from the compiler's protobuf; no tests in here."""
+"""HLO as torch_xla prints it, read into what the lint reads from the compiler's protobuf; no tests."""
 
 from __future__ import annotations
 

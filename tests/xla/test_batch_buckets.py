@@ -11,7 +11,7 @@ from tests.decoder.tiny import Workshop
 
 
 @pytest.mark.parametrize("mode", [mode for mode in batched.MODES if "static" not in mode])
-def test_tokens_are_those_of_one_graph_for_all_slots(
+def test_batch_buckets_keep_the_tokens_of_one_graph(
     workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     """Those of one graph by XLA, and of plain decoding, eager."""

@@ -23,7 +23,7 @@ BUDGETS = {
 
 @pytest.mark.parametrize("gqa", ["replicated-heads", "all-gather-heads"])
 @pytest.mark.parametrize("name", BUDGETS)
-def test_no_finding_and_one_module_for_all_ranks(workshop: Workshop, name: str, gqa: str) -> None:
+def test_tensor_parallel_graphs_have_no_finding_and_one_module(workshop: Workshop, name: str, gqa: str) -> None:
     if gqa == "all-gather-heads" and name.startswith("fused "):
         pytest.skip("heads see nothing of where the target's K/V heads live")
     decoder, texts = workshop.decoder(backend="eager"), []

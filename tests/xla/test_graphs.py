@@ -40,7 +40,7 @@ def graph(request: pytest.FixtureRequest, workshop: Workshop) -> tuple[str, nn.M
 Made = tuple[str, nn.Module, str]
 
 
-def test_no_finding(graph: Made) -> None:
+def test_xla_graphs_have_no_lint_finding(graph: Made) -> None:
     name, _, text = graph
     found = lint(text, budget=BUDGETS.get(name, MAX_INSTRUCTIONS))
     counts = census(text)
@@ -53,7 +53,7 @@ def test_no_finding(graph: Made) -> None:
 @pytest.mark.parametrize(
     ("form", "kind"), [("int8", "s8"), ("fp8_e4m3", "f8e4m3fn"), ("fp8_e5m2", "f8e5m2")], ids=lambda x: str(x)
 )
-def test_weights_of_8_bits_are_parameters_of_their_type(workshop: Workshop, form: str, kind: str) -> None:
+def test_eight_bit_weights_are_parameters_of_their_type(workshop: Workshop, form: str, kind: str) -> None:
     decoder = AutoDecoder.from_pretrained(
         workshop.checkpoint(), backend="xla", batch_size=4, context_length_estimate=[16], quantization=form
     )
@@ -69,7 +69,7 @@ def test_other_values_give_the_same_module(graph: Made) -> None:
     assert hashlib.sha256(other.encode()).digest() == hashlib.sha256(text.encode()).digest()
 
 
-def test_every_changed_state_comes_back_as_the_first_results(graph: Made) -> None:
+def test_changed_state_is_returned_first(graph: Made) -> None:
     """The module's results begin with all caches, in order, each of the shape and type of a parameter."""
     _, step, text = graph
     caches = [x for n, x in step.named_buffers() if n.split(".")[-1].startswith(("keys", "values"))]
@@ -90,7 +90,7 @@ def test_every_changed_state_comes_back_as_the_first_results(graph: Made) -> Non
 @pytest.mark.parametrize(
     ("kind", "amp"), [*((kind, "f32") for kind in KINDS if kind != "grouped"), ("grouped", "bf16"), ("grouped", "f16")]
 )
-def test_other_kinds_of_models_have_no_finding_either(workshop: Workshop, kind: str, amp: str) -> None:
+def test_graphs_of_other_models_have_no_lint_finding(workshop: Workshop, kind: str, amp: str) -> None:
     """Biases, tied tables, scaled positions, one K/V head, and weights and caches of 16 bits."""
     body = workshop.decoder(backend="xla", kind=kind, amp=amp).body
     for name in ("prefill", "window, tree"):

@@ -1,5 +1,5 @@
-"""The graphs that TorchNeuron is given, through torch_xla's export: as HLO they break no rule, and all of it has a form
-in StableHLO, which is what TorchNeuron's compiler reads. Its own way there is torch-mlir, which is not run here.
+"""The graphs for TorchNeuron, through torch_xla's export: as HLO they break no rule, and all of it has a form in
+StableHLO, which is what TorchNeuron's compiler reads. Its own way is torch-mlir, which is not run in these tests.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def largest(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("name", ["prefill", "window, tree", "fused", "fused eagle 3, chain"])
-def test_a_graph_of_torchneuron_has_no_finding_and_a_form_in_stablehlo(
+def test_a_torchneuron_graph_has_no_finding_and_lowers_to_stablehlo(
     workshop: Workshop, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home, body = xla.device(), workshop.decoder(backend="xla").body

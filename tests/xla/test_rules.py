@@ -17,7 +17,7 @@ FLOATS, WHOLE, ONE = torch.ones(4, 8), torch.ones(4, 4, dtype=torch.int32), torc
 
 
 def text(function: Callable[..., Any], *given: Tensor) -> str:
-    """The HLO of a function, traced by torch_xla as it is: what is broken here could not be exported."""
+    """The HLO of a function, traced by torch_xla without changes: a broken function could not be exported."""
     home = xla.device()
     inputs = [x.to(home.torch) for x in given]
     home.library.sync()

@@ -30,9 +30,9 @@ def tokens(source: SpeculativeGenerator | SamplingDecoder, **asked: object) -> l
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("amp", ["f32", "bf16"])
-def test_plain_and_speculative_decoding(setting: str, amp: str, workshop: Workshop) -> None:
-    """In bf16 XLA's products round what they read to 16 bits, which `eager` does not: there its modes agree among
-    themselves.
+def test_plain_and_speculative_tokens_equal_eager(setting: str, amp: str, workshop: Workshop) -> None:
+    """In bf16 XLA's matmuls round what they read to 16 bits, which `eager` does not: modes are compared on one
+    backend.
     """
     draft, target = workshop.pair(backend="xla", slots=SLOTS, amp=amp)
     wanted = tokens(target, **SETTINGS[setting])
@@ -46,8 +46,8 @@ def test_plain_and_speculative_decoding(setting: str, amp: str, workshop: Worksh
 
 
 @pytest.mark.parametrize("heads", HEADED)
-def test_heads(heads: str, workshop: Workshop, tmp_path: Path) -> None:
-    """Whose features stay on the device: three prompts for two slots, so that some are fetched in between."""
+def test_tokens_with_heads_equal_eager(heads: str, workshop: Workshop, tmp_path: Path) -> None:
+    """A drafter whose features stay on the device: three prompts for two slots, so that some are fetched in between."""
     seen = []
     for backend in ("eager", "xla"):
         generator = HEADED[heads](workshop.decoder(backend=backend, slots=SLOTS), tmp_path / backend)
@@ -60,8 +60,8 @@ def test_heads(heads: str, workshop: Workshop, tmp_path: Path) -> None:
     assert seen[0] == seen[1]
 
 
-def test_trees_of_any_drafter(workshop: Workshop) -> None:
-    """Verified in a graph of their own, with parents as data, and kept."""
+def test_tokens_with_trees_equal_eager(workshop: Workshop) -> None:
+    """Trees verified in a separate graph, with parents as data, and kept."""
     made = []
     for backend in ("eager", "xla"):
         target = workshop.decoder(backend=backend)
@@ -76,8 +76,8 @@ def test_trees_of_any_drafter(workshop: Workshop) -> None:
 
 
 @pytest.mark.parametrize("fused", [None, False])
-def test_a_depth_chosen_in_every_round(workshop: Workshop, fused: bool | None) -> None:
-    """Which rungs are taken is a matter of time, and changes no token; each is tried at first."""
+def test_adaptive_draft_lengths_keep_the_tokens(workshop: Workshop, fused: bool | None) -> None:
+    """Chosen draft lengths depend on time and change no token; each is tried at first."""
     ladder, setting = (0, 1, 3), SETTINGS["sampled"]
     wanted = tokens(workshop.pair(backend="eager", slots=SLOTS)[1], **setting)
     generator = SpeculativeGenerator(*workshop.pair(backend="xla", slots=SLOTS), k=ladder, fused=fused)
@@ -85,8 +85,8 @@ def test_a_depth_chosen_in_every_round(workshop: Workshop, fused: bool | None) -
     assert set(generator.statistics.draft_lengths) == set(ladder)
 
 
-def test_typical_acceptance_gives_what_it_gives_in_eager(workshop: Workshop, tmp_path: Path) -> None:
-    """It is lossy, so that the tokens are not those of plain decoding, but they are the same on both."""
+def test_typical_acceptance_equals_eager(workshop: Workshop, tmp_path: Path) -> None:
+    """Typical acceptance is lossy: tokens differ from plain decoding, but are the same on both backends."""
     seen = []
     for backend in ("eager", "xla"):
         own = HEADED["medusa"](workshop.decoder(backend=backend, slots=SLOTS), tmp_path / backend)
@@ -96,7 +96,7 @@ def test_typical_acceptance_gives_what_it_gives_in_eager(workshop: Workshop, tmp
     assert seen[0] == seen[1]
 
 
-def test_several_plain_steps_in_one_graph(workshop: Workshop) -> None:
+def test_several_plain_steps_in_one_graph_equal_single_steps(workshop: Workshop) -> None:
     for setting in SETTINGS.values():
         wanted = tokens(workshop.pair(backend="eager", slots=SLOTS)[1], **setting)
         assert (
@@ -104,7 +104,7 @@ def test_several_plain_steps_in_one_graph(workshop: Workshop) -> None:
         )
 
 
-def test_drafts_of_another_tokenizer(workshop: Workshop) -> None:
+def test_drafts_of_another_tokenizer_keep_the_tokens(workshop: Workshop) -> None:
     """Through text, on the host; the draft's graphs are XLA's. Its tokenizer joins letters, the target's does not."""
     theirs, ours = bytes_merged(52), bytes_merged(80)
     made = []
@@ -117,7 +117,7 @@ def test_drafts_of_another_tokenizer(workshop: Workshop) -> None:
     assert made[0] == made[1] and sum(made[0][1])
 
 
-def test_rejection_sampling_gives_the_tokens_of_eager_rejection_sampling(workshop: Workshop) -> None:
+def test_rejection_sampling_equals_eager(workshop: Workshop) -> None:
     made = [
         tokens(
             SpeculativeGenerator(*workshop.pair(backend=backend, slots=SLOTS), k=2, acceptor="reject"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def neuron_xla_compile(*, module_bytes, compiler_flags, input_format, platform_target, work_dir, **caching):
-    """As the double's own compiler: notes the flags. The NEFF is the module's bytes."""
+    """Compile as the fake SDK does: record the flags. The NEFF is the module's bytes."""
     import torch_neuronx
 
     assert input_format == "hlo" and not caching["use_cache"] and work_dir.is_absolute()

@@ -34,7 +34,7 @@ def visible_cores(text: str) -> list[int]:
 
 @dataclass
 class Runtime:
-    """What one process has."""
+    """State of one process."""
 
     cores: list[int] = field(default_factory=lambda: visible_cores(os.environ.get("NEURON_RT_VISIBLE_CORES", "0-23")))
     chip: str = field(default_factory=lambda: os.environ.get("NEURON_PLATFORM_TARGET_OVERRIDE", "inf2"))
@@ -97,7 +97,7 @@ class Runtime:
             self.locks.append(descriptor)
 
     def close(self) -> None:
-        """What the end of the process does."""
+        """Reset, as by the end of the process."""
         for descriptor in self.locks:
             os.close(descriptor)
         self.locks.clear()

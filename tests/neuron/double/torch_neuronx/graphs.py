@@ -1,4 +1,4 @@
-"""What a trace is here: a graph of operations, and what executes it on ranks, which are threads.
+"""A trace in the fake SDK: a graph of operations, and its execution on ranks, which are threads.
 
 `SPMDModel` is `torch.classes.neuron.SPMDModel`, which runs a compiled graph for the real `NxDModel`.
 """

@@ -1,4 +1,4 @@
-"""Which chip is compiled for."""
+"""The chip to compile for."""
 
 from __future__ import annotations
 

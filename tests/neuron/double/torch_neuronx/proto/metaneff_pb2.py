@@ -1,4 +1,4 @@
-"""What a graph takes and gives, as far as the real `neuronx_distributed` reads and writes it."""
+"""Inputs and outputs of a graph, as far as the real `neuronx_distributed` reads and writes them."""
 
 from __future__ import annotations
 

@@ -7,7 +7,9 @@ from torch import Tensor
 
 
 class TopK:
-    """Rows only, of a width that is a multiple of 8; of equals the last comes first, so that nobody relies on more."""
+    """Top k of rows only, of a width that is a multiple of 8; the last of equals comes first, so that no caller relies
+    on more.
+    """
 
     @staticmethod
     def apply(tensor: Tensor, k: int, dim: int = -1) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""`generate_hlo`: what the real tracer lowers by XLA is recorded as a graph of operations here."""
+"""`generate_hlo`: what the real tracer lowers by XLA is recorded as a graph of operations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HloArtifacts = SimpleNamespace
 
 
 class Module(Recorded):
-    """As an ``HloModuleProto``, with one computation of no instructions."""
+    """The graph as an ``HloModuleProto``, with one computation of no instructions."""
 
     entry_computation_id = 0
     computations: ClassVar[list[object]] = [SimpleNamespace(id=0, name="entry", instructions=[], root_id=0)]

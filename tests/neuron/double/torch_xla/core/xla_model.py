@@ -24,7 +24,7 @@ def all_gather(value, dim=0, groups=None, output=None, pin_layout=True):
 
 
 def mark_step() -> None:
-    """Nothing is lazy here."""
+    """Do nothing: the fake is not lazy."""
 
 
 def master_print(message) -> None:
