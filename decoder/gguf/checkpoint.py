@@ -300,14 +300,14 @@ def _turned(keys: Keys, family: Family) -> dict[str, object]:
     """The share of a head that is rotated, where the family can rotate a part of it."""
     width, rotated = keys.head_dim, keys.integer("rope.dimension_count", keys.head_dim)
     if keys.integer("attention.value_length", width) != width or (
-        rotated != width and family.plan.turned and "turned" not in family.reads
+        rotated != width and family.plan.rotated_share and "rotated_share" not in family.reads
     ):
         key = "attention.value_length" if rotated == width else "rope.dimension_count"
         raise UnknownArchitectureError(
             f"{keys.header.path}: {keys.prefix}.{key} = {keys.integer(key)} and heads of {width} are not supported "
             "together; use a model whose heads are all of one size and rotated whole."
         )
-    if "turned" not in family.reads:
+    if "rotated_share" not in family.reads:
         return {}
     share = rotated / width
     return {"partial_rotary_factor": share if int(width * share) == rotated else math.nextafter(share, 2.0)}

@@ -355,8 +355,8 @@ _GPT_OSS = Family(
     renamed={"num_experts": "num_local_experts"},
     neutral={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
     fused=(
-        Fused("mlp.experts.gate_up_proj", lambda _: {"gate": 1, "up": 1}, rotated_share=True),
-        Fused("mlp.experts.down_proj", rows_of("down"), rotated_share=True),
+        Fused("mlp.experts.gate_up_proj", lambda _: {"gate": 1, "up": 1}, transposed=True),
+        Fused("mlp.experts.down_proj", rows_of("down"), transposed=True),
     ),
 )
 
@@ -524,8 +524,8 @@ _LLAMA4 = _Llama4(
     renamed={"num_experts": "num_local_experts"},
     neutral={"num_experts_per_tok": 1},
     fused=(
-        Fused("feed_forward.experts.gate_up_proj", gate_up, rotated_share=True),
-        Fused("feed_forward.experts.down_proj", rows_of("down"), rotated_share=True),
+        Fused("feed_forward.experts.gate_up_proj", gate_up, transposed=True),
+        Fused("feed_forward.experts.down_proj", rows_of("down"), transposed=True),
     ),
 )  # fmt: skip
 

@@ -184,12 +184,12 @@ class Fused:
 
     name     without its ending, after the prefix of the layer
     parts    the rows of each part, which repeat until the end of the tensor
-    rotated_share   matrices are [E, columns, rows]
+    transposed   matrices are [E, columns, rows]
     """
 
     name: str
     parts: Callable[[ModelConfig], Mapping[str, int]]
-    rotated_share: bool = False
+    transposed: bool = False
 
 
 def gate_up(config: ModelConfig) -> dict[str, int]:

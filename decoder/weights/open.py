@@ -132,7 +132,7 @@ def unfused(places: dict[str, Place], family: Family, config: ModelConfig) -> di
         pattern = re.compile(f"({prefix}){re.escape(row.name)}({'|'.join(map(re.escape, _ENDINGS))})")
         for name, place in places.items():
             if (found := pattern.fullmatch(name)) and (rows := row.parts(config)):
-                apart = _apart(place, found.groups(), names=family.names.inner, rows=rows, turned=row.turned)
+                apart = _apart(place, found.groups(), names=family.names.inner, rows=rows, turned=row.transposed)
                 if apart:
                     del made[name]
                     made |= apart
