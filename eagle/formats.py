@@ -168,8 +168,8 @@ def draft_shape(
     divided: object = None,
     quantization: object = None,
 ) -> DraftShape:
-    """Check the options of a draft (those of `EagleDrafter.from_pretrained`), and the config.json if it is of
-    our own layout: others are identified by their tensors. -> the shape of its drafts
+    """Check the options of a draft (those of `EagleDrafter.from_pretrained`), and the config.json of
+    Paceline's layout: others are identified by their tensors. -> the shape of its drafts
 
     Raises:
         PairingError: the head is for another target.

@@ -1,4 +1,4 @@
-"""Networks of Gemma 3n and 4: layers that read others' keys and values, and have inputs of their own for each token."""
+"""Networks of Gemma 3n and 4: layers that read others' keys and values, and have separate inputs for each token."""
 
 from __future__ import annotations
 

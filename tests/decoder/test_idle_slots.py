@@ -76,7 +76,7 @@ def test_an_idle_slot_is_neither_read_nor_written(workshop: Workshop) -> None:
 
 
 def test_rows_after_the_end_of_a_draft_are_neither_computed_nor_written(workshop: Workshop) -> None:
-    """A limit, or PAD, ends a draft: the tokens are those of each draft in a verification of its own length."""
+    """A limit, or PAD, ends a draft: the tokens are those of each draft in a separate verification."""
     target = fresh(workshop.checkpoint(), backend="native", batch_size=4)
     sampling, zeros = sampling_tensors([Sampling()] * 4), torch.zeros(4, dtype=torch.int32)
     verifier = CompiledVerifier(target, DraftShape.chain(3), rule=Match(), wide=False)

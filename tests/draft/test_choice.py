@@ -124,7 +124,7 @@ def test_counts_are_complete_with_the_last_output(workshop: Workshop) -> None:
 
 
 def test_a_request_names_the_drafter_that_proposes(workshop: Workshop) -> None:
-    """Alone, and beside requests with the other one or none; no token depends on it, and nobody else is asked."""
+    """No token depends on the name, also next to requests with another or none, and no other drafter is asked."""
     (text,) = plain(workshop)
     right, wrong = (
         Costly(FunctionDrafter(knows(text, lambda _: True), K)),

@@ -35,7 +35,7 @@ def change(file: Path, **fields: object) -> None:
 
 
 class Shouting(PreTrainedTokenizerFast):
-    """Decodes in a way of its own."""
+    """A tokenizer with another way to decode."""
 
     def _decode(self, *arguments: Any, **options: Any) -> str:
         return str(super()._decode(*arguments, **options)).upper()

@@ -113,7 +113,7 @@ DRAFTERS = ("draft", "ngram")
 
 
 def card() -> ModelCard:
-    """Of a model with a choice of drafts."""
+    """The card of a model with a choice of drafts."""
     placement = (
         PlacedModel("m", "target", "4f1a", (0, 1), "kitchen"),
         PlacedModel("d", "draft", "4f1a", (2,), "kitchen"),

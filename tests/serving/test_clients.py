@@ -138,7 +138,7 @@ def test_lm_eval_finds_what_its_own_model_gives(python: str, tmp_path: Path) -> 
 
 
 def samples(folder: Path) -> dict[tuple[str, int], list[list[Any]]]:
-    """What lm-eval recorded of each question of each task: a text, or log-likelihoods and whether each is greedy."""
+    """Answers that lm-eval recorded, by task and question: a text, or log-likelihoods and whether each is greedy."""
     found = {}
     for file in folder.rglob("samples_our_*.jsonl"):
         for line in file.read_text().splitlines():

@@ -34,7 +34,7 @@ class Dice(DraftLengthController):
 
 
 def many_depths(source: Drafter, target: TableDecoder, rule: AcceptanceRule) -> Rounds:
-    """Rungs of a ladder in turn, each with a verifier and commits of its own width; requests compete for rows."""
+    """Draft lengths in turn, each with a verifier and commits of that width; requests compete for rows."""
     target.body.skips_idle = True
     rungs = {
         depth: RoundPlan(
