@@ -104,7 +104,7 @@ class Gemma:
     sparse: tuple[float | None, ...] = ()
 
     def sides(self, layer: int) -> str:
-        """The products of a layer: queries alone, or keys and values too, with values from "k" where they are alike."""
+        """The products of a layer: only queries, or keys and values too, with values from "k" where they are alike."""
         return "q" if self.sources[layer] != layer else "qkk" if self.alike[layer] else "qkv"
 
 

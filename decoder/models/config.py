@@ -277,7 +277,7 @@ class ModelConfig:
 
     @property
     def cached_layers(self) -> tuple[int, ...]:
-        """The layers that have keys and values of their own."""
+        """The layers whose keys and values are cached."""
         gemma, every = self.blueprint.gemma, range(self.num_layers)
         return tuple(every if gemma is None else (index for index in every if gemma.sources[index] == index))
 
