@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from itertools import count
 from pathlib import Path
 from time import perf_counter
 
@@ -226,9 +227,11 @@ class Learning:
         self._live.load_state_dict(self.network.state_dict())
         self._lengths["live"], self._since = self._lengths["learner"], 0
         numbers = [int(path.name[5:]) for path in self._folder.glob("head-*") if path.name[5:].isdecimal()]
-        number = max([*numbers, 0]) + 1
-        folder = self._folder / f"head-{number}"
-        folder.mkdir()
+        for number in count(max([*numbers, 0]) + 1):  # other replicas of the model may write heads, too
+            folder = self._folder / f"head-{number}"
+            with suppress(FileExistsError):
+                folder.mkdir()
+                break
         write(folder, self.network, self.vocabulary, shares=[])
         state = {"head": folder.name, "shipped": fingerprint(self._shipped_folder)}
         save_bytes(self._folder / "current.json", [json.dumps(state).encode()])
