@@ -313,8 +313,8 @@ def parse_own(fields: Fields) -> EagleConfig:
 
 def _rope(fields: Fields) -> RopeConfig:
     rope = fields.child("rope")
-    names = RopeConfig.__dataclass_fields__
-    if rope is None or set(rope.values) != set(names):
+    names = set(RopeConfig.__dataclass_fields__)
+    if rope is None or not names - {"share"} <= set(rope.values) <= names:  # older files have no share
         raise CheckpointError(
             f"{fields.where}: rope: expected an object with the keys {', '.join(names)}, got "
             f"{fields.values.get('rope')!r}; correct the file"
@@ -322,6 +322,7 @@ def _rope(fields: Fields) -> RopeConfig:
     plain: dict[str, object] = {
         "type": rope.text("type"),
         "truncate": rope.flag("truncate", True),
+        "share": rope.number("share", 1.0),
         **{name: rope.integer(name) for name in ("max_position_embeddings", "original_max_position_embeddings")},
         **{
             name: rope.number(name)

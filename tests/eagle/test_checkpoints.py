@@ -250,7 +250,7 @@ def test_settings_found_only_in_tensors_are_detected_or_required(target: ModelCo
         checkpoint.load(rewritten(tmp_path / "a", {"layers.1.mlp.up_proj.weight": torch.ones(48, 32)}), target)
     some = random_head(config(target, 3))
     checkpoint.save(tmp_path / "b", some, layout="eagle")
-    with pytest.raises(MissingWeightsError, match="its own for a head that drafts 48 of 96 ids"):
+    with pytest.raises(MissingWeightsError, match="a separate output layer for a head that drafts 48 of 96 ids"):
         checkpoint.load(rewritten(tmp_path / "b", {"lm_head.weight": None}), target)
     made.weights["ids"] = torch.arange(VOCABULARY).flip(0)
     checkpoint.save(tmp_path / "c", made, layout="speculators")

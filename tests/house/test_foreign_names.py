@@ -59,6 +59,7 @@ TOOL_PARSERS = {  # vllm/tool_parsers/__init__.py
 }
 OWN_FORMATS = {  # without a parser there, or with one of several forms
     *("muse_glimmer", "solar_open", "cohere2", "nemotron_json", "minimax", "functools", "gigachat3_10b", "functionary"),
+    "functionary_v3",
 }
 REASONING_PARSERS = {"deepseek_r1", "mistral", "seed_oss"}  # vllm/reasoning/__init__.py, those of our markers
 OWN_FIELDS = {  # of vLLM, and of this project
