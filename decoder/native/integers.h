@@ -292,6 +292,7 @@ inline __attribute__((always_inline)) void multiply(const float* x, int64_t size
         multiply_add_integers(exact, column[n][0], one);
         multiply_add_integers(exact, column[n][1], other);
         multiply_add(sum[m * COLS + n], __builtin_convertvector(exact, V), scale[n]);
+        if (ROWS == 1) sum[n] = in_register(sum[n]);  // else all columns are read first, and sums spill
       }
     }
     if (g % VL == VL - 1) least(g - (VL - 1), VL);

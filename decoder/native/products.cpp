@@ -5,17 +5,13 @@
 
 namespace paceline [[gnu::visibility("hidden")]] {
 
-// Columns of V that a block has at once. A single row takes more: the overhead of a block equals the cost of its sums.
-// Weights of four bits in narrow registers take one, so that more rows share the work of unpacking them.
-template <class R, class V, bool ONE_ROW>
-constexpr int COLUMNS = ONE_ROW && INTEGERS<R> ? 4 : !ONE_ROW && FOUR_BITS<R> && sizeof(V) == sizeof(Vec) ? 1 : 2;
-
 // Number of rows that fill the registers, for a number of columns. Blocks need additional sums. Few columns remain
-// after the last whole group.
+// after the last whole group; weights of four bits in narrow registers also take one for many rows.
 template <class R, class V, int COLS>
 constexpr int MOST_ROWS = COLS == 4 ? 1 : sizeof(V) != sizeof(Vec) ? (BLOCKS<R> ? 10 : 12)
                         : COLS == 2 ? 5 : FOUR_BITS<R> && ABREAST == 1 ? 10 : 1;
 
+constexpr int64_t LEVEL_1 = 32768;  // bytes of the cache
 constexpr int64_t AHEAD = 8192;  // bytes: weights come from memory in the time that a few rows of them take
 
 // Multiplies STEP numbers at k of a block's columns by those of each row of x.
@@ -137,15 +133,20 @@ void product(const float* x, const Stored& weight, int64_t M, int64_t K, int64_t
   const Flushed flushed(weight.format == BFLOAT16);
   in_format(weight, K, [&](const auto& w) {
     typedef std::decay_t<decltype(w)> R;
+    // Ten rows of one column share the work of unpacking four bits, but every column reads the rows again, so these have
+    // to stay in level 1. Up to five rows, two columns are faster.
+    constexpr int64_t PAIR = MOST_ROWS<R, Wide, 2>, SINGLE = MOST_ROWS<R, Vec, 1>;
+    const int64_t together = M > 2 * FEW ? SINGLE : M;
+    const bool single = SINGLE > PAIR && M > PAIR && together * size * (int64_t)sizeof(float) <= LEVEL_1;
     for (int64_t m = 0, rows; m < M; m += rows) {
-      rows = M > 2 * FEW ? first_of(M - m, MOST_ROWS<R, Wide, COLUMNS<R, Wide, false>>) : M;
+      rows = M > 2 * FEW ? first_of(M - m, single ? SINGLE : PAIR) : M;
       int64_t n = begin;
       auto some = [&](auto columns) {
         n = columns(x + m * size, size, w, rows, n, end, to + m * stride + n - begin, stride);
       };
       // One row takes more columns at once: the overhead of a block equals the cost of its sums.
-      if (M == 1) some(columns<Wide, COLUMNS<R, Wide, true>, R>);
-      some(columns<Wide, COLUMNS<R, Wide, false>, R>);
+      if (INTEGERS<R> && M == 1) some(columns<Wide, INTEGERS<R> ? 4 : 2, R>);
+      if (!single) some(columns<Wide, 2, R>);
       some(columns<Vec, 1, R>);
     }
   });

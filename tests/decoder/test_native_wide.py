@@ -56,14 +56,14 @@ def test_wide_kernels_give_the_bits_of_narrow_matmuls(narrow: ctypes.CDLL, code:
 
 
 @pytest.mark.parametrize("form", WeightFormat, ids=lambda form: form.value)
-@pytest.mark.parametrize("shape", [(32, 5), (96, 261)])
+@pytest.mark.parametrize("shape", [(32, 5), (96, 261), (2048, 5)])
 def test_wide_kernels_give_the_bits_of_narrow_quantised_matmuls(
     narrow: ctypes.CDLL, form: WeightFormat, shape: tuple[int, int]
 ) -> None:
     K, N = shape
     torch.manual_seed(0)
     stored = quantize(torch.randn(N, K), form)
-    for rows in (1, 2, 5, 13, 33):
+    for rows in (1, 2, 5, 9, 13, 33):
         x, seen = torch.randn(rows, K), []
         for library in (narrow, build.library()):
             seen.append(torch.empty(rows, N))
