@@ -18,10 +18,10 @@ from paceline.neuron.lowering import Lowered, constants_of, operator
 
 _LOWERS = """
     " __and__ __or__ __xor__ _to_copy _unsafe_view abs add alias amax amin arange bitwise_and bitwise_not bitwise_or
-    bitwise_right_shift bitwise_xor cat clamp clone convert_element_type detach div embedding eq exp expand flip
-    full full_like ge getitem gt index_put index_select largest le linear log log1p lt matmul maximum mul ne neg
-    new_zeros ones_like pad permute pow product reshape rsqrt select silu slice split split_with_sizes squeeze stack
-    sub sum tanh transpose unsqueeze view where zeros zeros_like
+    bitwise_right_shift bitwise_xor cat clamp clone convert_element_type detach div embedding eq exp expand expm1 flip
+    floor full full_like ge getitem gt index_put index_select largest le linear log log1p lt matmul maximum mul ne neg
+    new_zeros ones_like pad permute pow product reshape rsqrt select silu slice split split_with_sizes sqrt squeeze
+    stack sub sum tanh transpose unbind unsqueeze view where zeros zeros_like
 """
 LOWERS = frozenset(_LOWERS.split())
 """Operators that lower to HLO without findings. Others are not wrong, only unchecked."""
