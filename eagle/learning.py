@@ -118,9 +118,11 @@ class Learning:
         self._output = self._target.output.detach()
         self.vocabulary = DraftVocab(found.weights.get("ids", torch.arange(sizes.vocab_size)), sizes.vocab_size)
         self._shipped_folder, self._folder, self._depth = head, folder, depth
-        start = current_head(folder, head)
-        began = head if start is None else start
-        load = [(head, found), *[(began, found if start is None else checkpoint.load(began, sizes))] * 2]
+        began, earlier = head, found
+        if (left := current_head(folder, head)) is not None:
+            with suppress(CheckpointError):  # a damaged one is replaced by the next
+                began, earlier = left, checkpoint.load(left, sizes)
+        load = [(head, found), *[(began, earlier)] * 2]
         self._shipped, self._live, self.network = (continued(one, self._target, where=place) for place, one in load)
         self._options = EagleTraining(
             batch_size=ROWS, learning_rate=_RATE, ttt_steps=max(2, depth), tokens=1, precision=precision

@@ -129,7 +129,7 @@ class FrozenTarget:
     norm       [H], the weight of the final norm
 
     Raises:
-        CheckpointError: it cannot be loaded.
+        CheckpointError: it cannot be loaded, or heads cannot be trained for its family.
     """
 
     def __init__(
@@ -138,11 +138,18 @@ class FrozenTarget:
         check_device(device)
         model = transformers_model(folder, torch.float32).to(device)
         model.requires_grad_(False)
+        decoder = model.get_decoder()
+        several = bool(layers) and hasattr(decoder, "altup_projections")  # states of a token, as in Gemma 3n
+        if several or not (hasattr(decoder, "norm") and hasattr(decoder, "layers")):
+            raise CheckpointError(
+                f"{folder}: expected a target of one hidden state a token, with parts named as in Llama, to train "
+                f"heads for, got {model.config.model_type}; use heads that are trained, or another target"
+            )
         self._model: Any = model
         self.layers, self.precision, self.device = layers, precision, device
         self.output = nn.Parameter(model.get_output_embeddings().weight.detach(), requires_grad=False)
         self.embedding: Tensor = model.get_input_embeddings().weight.detach()
-        self.norm: Tensor = model.get_decoder().norm.weight.detach()
+        self.norm: Tensor = decoder.norm.weight.detach()
 
     def fingerprint(self) -> str:
         """Identifies the model and precision of its hidden states, independent of file locations."""

@@ -18,6 +18,7 @@ from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
 from queue import Empty, Full, Queue
+from tempfile import TemporaryFile
 
 from paceline.core.errors import CheckpointError, ConfigurationError, StorageError
 from paceline.core.protocols import Drafter
@@ -60,8 +61,9 @@ class Learner:
         self._drafter, self._folder, shipped = drafter, Path(folder), checkpoint_path(head)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
+            TemporaryFile(dir=self._folder).close()
         except OSError as error:
-            raise StorageError(f"learn: {folder} cannot be created ({error.strerror}); give another folder") from error
+            raise StorageError(f"learn: {folder} cannot be written ({error.strerror}); give another folder") from error
         threads = max(1, len(os.sched_getaffinity(0)) // 2) if hasattr(os, "sched_getaffinity") else 1
         self._settings = Settings(
             str(target.folder), str(shipped), str(self._folder), drafter.draft_shape.depth, threads

@@ -212,8 +212,9 @@ def _unknown_inside(config: Fields, nested: Mapping[str, frozenset[str]]) -> lis
 
 log = logging.getLogger("paceline")
 
-_MOST_LAYERS = 10000
-"""More than any model has."""
+# More than any model has.
+_MOST = {"num_hidden_layers": 10000, "num_attention_heads": 1 << 16}
+_MOST_EXPERTS = 1 << 16
 
 _ROPE_KEYS = frozenset(
     {
@@ -352,10 +353,9 @@ def _parse(config: Fields, generation: Fields, *, warn: bool = False) -> ModelCo
     config = family.translated(config)
     _refuse_others(config, family.neutral)
     _refuse_options(config)
-    if (layers := config.integer("num_hidden_layers")) > _MOST_LAYERS:  # before anything is made for each
-        raise CheckpointError(
-            f"{config.where}: num_hidden_layers: expected at most {_MOST_LAYERS}, got {layers}; correct the file"
-        )
+    for key, most in _MOST.items():  # before anything is made for each
+        if (count := config.integer(key)) > most:
+            raise CheckpointError(f"{config.where}: {key}: expected at most {most}, got {count}; correct the file")
     plan = family.blueprint(config)
     hidden_size = config.integer("hidden_size")
     num_heads = config.integer("num_attention_heads")
@@ -403,7 +403,11 @@ def _parse(config: Fields, generation: Fields, *, warn: bool = False) -> ModelCo
 
 
 def _check_experts(experts: Experts, where: str) -> None:
-    """Raise CheckpointError if a token cannot choose as many experts as the file says."""
+    """Raise CheckpointError for too many experts, or if a token cannot choose as many as the file says."""
+    if experts.count > _MOST_EXPERTS:
+        raise CheckpointError(
+            f"{where}: expected at most {_MOST_EXPERTS} experts, got {experts.count}; correct the file"
+        )
     size, rest = divmod(experts.count, experts.groups)
     if experts.groups > 1 and (rest or size < experts.of_group or experts.chosen_groups > experts.groups):
         raise CheckpointError(

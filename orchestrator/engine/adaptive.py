@@ -403,6 +403,7 @@ class Pace:
         """A request takes part from now on; the drafter has read its prompt."""
         self._lagging.discard(slot)
         self._own[slot] = History(self._positions)
+        self._rounds_left = 0  # rows were allotted to the request before it in this slot
 
     def move(self, slot: int, to: int) -> None:
         """The request in a slot has gone to another one."""

@@ -200,6 +200,16 @@ def rope(**settings: object) -> dict[str, object]:
         (SIZES | {"hidden_size": "32"}, CheckpointError, ["hidden_size", "got '32'", "integer"]),
         (SIZES | {"num_hidden_layers": True}, CheckpointError, ["num_hidden_layers", "got True"]),
         (SIZES | {"num_hidden_layers": 20000}, CheckpointError, ["num_hidden_layers: expected at most 10000, got"]),
+        (
+            SIZES | {"num_attention_heads": 10**12},
+            CheckpointError,
+            ["num_attention_heads: expected at most 65536, got"],
+        ),
+        (
+            SIZES | {"model_type": "mixtral", "num_local_experts": 10**12, "num_experts_per_tok": 2},
+            CheckpointError,
+            ["expected at most 65536 experts, got"],
+        ),
         (SIZES | {"num_hidden_layers": 0}, CheckpointError, ["num_hidden_layers", "got 0"]),
         (SIZES | {"rms_norm_eps": float("nan")}, CheckpointError, ["rms_norm_eps", "finite"]),
         (SIZES | {"rms_norm_eps": 10**400}, CheckpointError, ["rms_norm_eps", "..."]),

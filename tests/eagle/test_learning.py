@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from paceline import SpeculativeGenerator
-from paceline.core.errors import CheckpointError, ConfigurationError
+from paceline.core.errors import CheckpointError, ConfigurationError, StorageError
 from paceline.eagle import checkpoint, learning
 from paceline.eagle.drafter import EagleDrafter
 from paceline.eagle.learning import Learning, Text, current_head
 from paceline.eagle.tree import Chain
+from paceline.heads.frozen_model import FrozenTarget
 from tests.decoder.tiny import VOCABULARY, Workshop
 from tests.eagle.heads import NEWER, config, random_head
 
@@ -138,6 +139,32 @@ def test_answers_that_are_too_short_are_left_out(workshop: Workshop, tmp_path: P
 def test_what_cannot_learn_is_refused(workshop: Workshop, tmp_path: Path, draft: str | None) -> None:
     with pytest.raises(ConfigurationError, match="learn: expected a"):
         SpeculativeGenerator(draft, workshop.decoder(slots=1), learn=str(tmp_path))
+
+
+def test_a_folder_that_cannot_be_written_is_refused(workshop: Workshop, tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="learn: /proc cannot be written"):
+        SpeculativeGenerator(str(save(tmp_path / "head", workshop)), workshop.decoder(slots=1), learn="/proc")
+
+
+def test_a_damaged_head_of_an_earlier_process_is_left_out(workshop: Workshop, tmp_path: Path) -> None:
+    shipped, work = save(tmp_path / "shipped", workshop), tmp_path / "work"
+    found = Learning(workshop.checkpoint(), shipped, work, depth=2)
+    work.mkdir()
+    found._lengths = {"learner": 1.0}
+    head = found._publish()
+    for file in head.iterdir():
+        file.write_bytes(b"damaged")
+    assert current_head(work, shipped) == head
+    again = Learning(workshop.checkpoint(), shipped, work, depth=2)
+    assert again.network.start == found.network.start
+    again._lengths = {"learner": 1.0}
+    assert again._publish() != head and current_head(work, shipped) != head
+
+
+@pytest.mark.parametrize("kind", ["llama4", "gemma3n", "falcon new"])
+def test_a_target_for_which_no_head_can_be_trained_is_refused(workshop: Workshop, kind: str) -> None:
+    with pytest.raises(CheckpointError, match="to train heads for, got"):
+        FrozenTarget(workshop.checkpoint(kind=kind), (0, 1))
 
 
 @pytest.mark.full

@@ -11,7 +11,7 @@ from paceline import DRAFT_LENGTHS
 from paceline.config import parse_k
 from paceline.core.errors import ConfigurationError
 from paceline.core.types import Commit, RoundLimits, RoundReport, RoundResult
-from paceline.engine.adaptive import DraftLengthController, Pace
+from paceline.engine.adaptive import ROUNDS_PER_ALLOTMENT, DraftLengthController, Pace
 
 
 def told(
@@ -190,3 +190,25 @@ def test_requests_that_compete_are_never_slower(suits: list[float], cost: tuple[
     """Also where good drafts do not pay: a trial ends."""
     best = max(virtual(suits, cost, fixed=rung) for rung in DRAFT_LENGTHS)
     assert virtual(suits, cost) > 0.97 * best
+
+
+def test_a_request_in_the_slot_of_another_gets_rows_at_once() -> None:
+    """The one before it could accept a single token."""
+    pace = Pace(DraftLengthController((4,)), competes=True)
+
+    def limited(most: list[int]) -> list[int]:
+        length, limits = pace.choose(RoundLimits(most, 9, 2), range(2))
+        drafted = limits.max_accept
+        report = RoundReport([[0] * (1 + one) for one in drafted], drafted, 1.0)
+        pace.learn(length, RoundResult(Commit(*[torch.empty(0)] * 3), [report]), limits, early=False)
+        return drafted
+
+    for slot in range(2):
+        pace.begin(slot)
+    for _ in range(ROUNDS_PER_ALLOTMENT + 3):
+        limited([4, 4])
+    while limited([4, 1]) == [4, 1] and pace._standing[1][1][0][1:]:
+        pass
+    assert limited([4, 4]) == [4, 1]  # of its last rounds
+    pace.begin(1)
+    assert limited([4, 4]) == [4, 4]
