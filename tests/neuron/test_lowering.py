@@ -249,7 +249,7 @@ def test_constants_made_while_tracing_are_named() -> None:
 
 
 def test_one_decoder_may_be_draft_and_target_of_a_fused_round(body: ModelWithCache) -> None:
-    """As for LayerSkip, the exporter follows the cache's changes by one path, and the step is as it was."""
+    """The exporter follows the cache's changes by one path, and the step is unchanged afterwards."""
     both = FusedStep(draft(body, 128, drawn=False), verify(body, 128))
     before = [name for name, _ in both.named_modules(remove_duplicate=False)]
     assert graph_lint.lint(lower("fused", both, inputs("fused", 1))) == []
