@@ -402,8 +402,8 @@ def _parse(config: Fields, generation: Fields, *, warn: bool = False) -> ModelCo
     return made
 
 
+def _check_experts(experts: Experts, where: str) -> None:
     """Raise CheckpointError if there are too many experts, or fewer than a token chooses."""
-    """Raise CheckpointError for too many experts, or if a token cannot choose as many as the file says."""
     if experts.count > _MOST_EXPERTS:
         raise CheckpointError(
             f"{where}: expected at most {_MOST_EXPERTS} experts, got {experts.count}; correct the file"
