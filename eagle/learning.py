@@ -268,6 +268,8 @@ def _lower_priority() -> None:
 def main() -> None:
     """Learn until the parent ends."""
     _lower_priority()
+    reports = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a line that a library prints is not a report
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
@@ -295,8 +297,8 @@ def main() -> None:
             arrived.wait()
             continue
         head = learning.step()
-        sys.stdout.write(json.dumps(asdict(learning.progress(head))) + "\n")
-        sys.stdout.flush()
+        reports.write(json.dumps(asdict(learning.progress(head))) + "\n")
+        reports.flush()
 
 
 if __name__ == "__main__":
