@@ -574,7 +574,7 @@ def _save_models(file: Path, folder: Path, trace: LoadedTrace, *, plan: LoadPlan
 
 def _show(plan: LoadPlan) -> None:
     table = Table(
-        "way", "tokens a round", "ms a round", "tokens/s", "speed-up", "interval", title=f"batch size {plan.batch_size}"
+        "way", "tokens per round", "ms per round", "tokens/s", "speed-up", "interval", title=f"batch size {plan.batch_size}"
     )
     for one in plan.candidates[:8]:
         figures = f"{one.tokens_per_round:.2f}", f"{one.round_seconds * 1e3:.2f}", f"{one.tokens_per_second:.1f}"

@@ -1,4 +1,4 @@
-"""Options of a command from configuration types: names, types, defaults, help, and values that are refused."""
+"""Options of a command from configuration types: names, types, defaults, help, and values that are rejected."""
 
 from __future__ import annotations
 
