@@ -100,7 +100,7 @@ def of_llama_cpp(path: Path) -> Callable[[], object]:
 
 
 def speed(text: Callable[[], object], seconds: float) -> float:
-    """Tokens a second."""
+    """Tokens/s."""
     begin, texts = time.perf_counter(), 0
     while time.perf_counter() - begin < seconds:
         text()

@@ -1,7 +1,7 @@
 """Measure what clients see when processes of a service die or stop, when a node is lost, and when clients misbehave.
 
     python -m benchmarks.faults --target DIR --draft DIR [--pairs] [--proxy] [--node] [--clients] [--soak SECONDS]
-    python -m benchmarks.faults ... --state done.jsonl --limit-s 240     # in pieces, each of which goes on
+    python -m benchmarks.faults ... --state done.jsonl --limit-s 240     # in pieces, each of which continues
 
 For each fault, streams at temperature 0.8 are begun, processes are killed or stopped (SIGKILL, SIGSTOP) in the middle,
 with ``--pairs`` every two of them within 5 seconds, and each text is compared with that of the same request without a
@@ -176,7 +176,7 @@ def strike_processes(client: Client, victims: Sequence[str], number: int, wanted
 
 def _left_over(client: Client, victims: Sequence[int]) -> int:
     """Leftovers: processes beyond one of each kind and one core for each model, and victims still suspended; a
-    replacement has a minute to end. Streams go on: a draft is called in rounds only, and not for the last token.
+    replacement has a minute to end. Streams continue: a draft is called in rounds only, and not for the last token.
     """
     due = Counter(dict.fromkeys((*KINDS, PROXY), 1) | {_LOCK: 2})
     end = time.monotonic() + _LEAVE_S

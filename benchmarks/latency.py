@@ -4,7 +4,7 @@
     python benchmarks/latency.py --tiny   seconds: short texts, one repeat, to try it out
 
 The protocol of AWS's reports of latency: batch 1, a fixed length of prompt and answer together, greedy, from the call
-to the last token. A prompt is a run of this package's sources; a text that would end earlier goes on. Every drafter
+to the last token. A prompt is a run of this package's sources; a text that would end earlier continues. Every drafter
 takes turns with plain decoding; a figure is the median of the repeats, and tokens are compared: ``same_tokens``.
 Nothing else should run on the machine. Making graphs is not measured.
 """

@@ -1,4 +1,4 @@
-"""Every drafter of an experiment file in one table: tokens a round, time of a round, speed. JSON comes last.
+"""Every drafter of an experiment file in one table: tokens per round, time of a round, speed. JSON comes last.
 
     python benchmarks/modes.py benchmarks/experiments/modes.yaml                   greedy
     python benchmarks/modes.py benchmarks/experiments/modes.yaml --temperature 1   sampled
@@ -78,7 +78,7 @@ def by_category(found: Mapping[str, Sequence[Row]]) -> dict[str, object]:
 
 
 def in_turns(config: ExperimentConfig, prompts: Prompts, *, half: bool) -> list[dict[str, object]]:
-    """Tokens a second of every drafter on the first batch, the median of the repeats, by batch size and sampling."""
+    """Tokens/s of every drafter on the first batch, the median of the repeats, by batch size and sampling."""
     found: list[dict[str, object]] = []
     groups: dict[tuple[int, float], list[Cell]] = {}
     for cell in cells(config):

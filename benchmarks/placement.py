@@ -151,7 +151,7 @@ def ahead_at(draft_ms: int, verify_ms: int, alpha: float) -> dict[str, object]:
 
 
 def recovery() -> dict[str, object]:
-    """Seconds from a signal to the next proposal, in rounds of 10 ms; rounds go on all the while."""
+    """Seconds from a signal to the next proposal, in rounds of 10 ms; rounds continue all the while."""
     found: dict[str, object] = {}
     for number in (signal.SIGKILL, signal.SIGSTOP):
         times, longest = [], []

@@ -1,4 +1,4 @@
-"""Cost of sampling from a large vocabulary: one token of a random Llama, by kind of sampling. JSON comes last.
+"""Cost of sampling from a large vocabulary: one token of a random Llama, by sampling mode. JSON comes last.
 
     python benchmarks/sampling.py                      128,256 ids, width 2048, 4 layers, bf16
     python benchmarks/sampling.py --width 576          a smaller model, where the choice of a token weighs more

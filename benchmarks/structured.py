@@ -4,7 +4,7 @@
 
 Several schemas and an expression, at temperature 0 and 1, each with plain decoding and with the given drafts. An output
 that reaches its longest length counts as cut, neither as valid nor as invalid. With ``--state`` a run that was ended
-goes on where it was; another backend may go on, and is counted apart. Prints counts as JSON on the last line.
+continues where it was; another backend may continue, and is counted apart. Prints counts as JSON on the last line.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ class ModelWithCache(nn.Module):
         return whole(self.model.logits(hidden, real), self.config.vocab_size, self.group)
 
     @property
-    def lent(self) -> SharedHead:
+    def shared(self) -> SharedHead:
         """Weights that drafters share with the target."""
         return SharedHead(self.model.embedding, self.model.head, self.model.ids, self.group)
 

@@ -19,6 +19,16 @@ if TYPE_CHECKING:
 AMP = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 """PyTorch's dtype names, by the values of the option ``amp``."""
 
+ALIASES = {
+    "dtype": "amp",
+    "max_model_len": "n_positions",
+    "max_num_seqs": "batch_size",
+    "tensor_parallel_size": "tp_degree",
+    "num_speculative_tokens": "k",
+    "enable_prefix_caching": "prefix_caching",
+}
+"""vLLM's names of options, with Paceline's."""
+
 MAX_WIDTH = 128
 """Largest number of rows of one window; caches have the same number of slack rows, so that no window runs over their
 end.
@@ -33,6 +43,14 @@ proposed, are not longer, and a graph of 64 rows takes about three times as long
 def _option(default: Any, text: str) -> Any:
     """Return a field with its help text for commands."""
     return field(default=default, metadata={"help": text})
+
+
+def renamed(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options by Paceline's names; raise ConfigurationError if one is given by two names."""
+    for alias in ALIASES.keys() & options.keys():
+        if (own := ALIASES[alias]) in options:
+            raise ConfigurationError(f"{alias}: expected {alias} or {own}, its other name, got both; give one of them")
+    return {ALIASES.get(name, name): value for name, value in options.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +106,9 @@ class LoadOptions:
 
     def __post_init__(self) -> None:
         registry.check(self.backend)
+        for short, full in AMP.items():
+            if self.amp == full:
+                object.__setattr__(self, "amp", short)
         if not isinstance(self.amp, str) or self.amp not in AMP:
             raise ConfigurationError(f"amp: expected one of {', '.join(AMP)}, got {self.amp!r}; use one of them")
         for name in ("batch_size", "n_positions", "context_length_estimate"):
@@ -115,8 +136,8 @@ class LoadOptions:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> LoadOptions:
-        """Return these options; raise ConfigurationError if one is unknown."""
-        names = [one.name for one in fields(cls)]
+        """Return these options, also by vLLM's names; raise ConfigurationError if one is unknown."""
+        options, names = renamed(options), [one.name for one in fields(cls)]
         for name in options:
             if name not in names:
                 raise ConfigurationError(f"{name}: not an option of a decoder; use one of {', '.join(names)}")

@@ -191,7 +191,7 @@ def draft_shape(target: ModelConfig, wanted: Wanted, folder: Path) -> DraftShape
 
 
 class MtpHead(TableHead, AutoregressiveHead):
-    """The layer with its cache. ``lent``: the target's embedding and output layer, not copied."""
+    """The layer with its cache. ``shared``: the target's embedding and output layer, not copied."""
 
     reads = FeatureSpec()
     keys: Tensor
@@ -203,7 +203,7 @@ class MtpHead(TableHead, AutoregressiveHead):
         config: MtpConfig,
         weights: Mapping[str, Tensor],
         *,
-        lent: SharedHead,
+        shared: SharedHead,
         kernels: Kernels,
         options: DecoderOptions,
     ) -> None:
@@ -213,14 +213,14 @@ class MtpHead(TableHead, AutoregressiveHead):
         part = Part(
             Shard(layer, WHOLE, 0), kernels, SingleRank(), Names(names.outer, "", names.inner, names.transposed)
         )
-        self.config, self.output = config, lent.head
-        self.share(lent, rope_tables(layer.rope, layer.rotated, options.n_positions))
+        self.config, self.output = config, shared.head
+        self.share(shared, rope_tables(layer.rope, layer.rotated, options.n_positions))
         self.token_norm, self.hidden_norm, self.norm = (part.norm(own, name) for name in config.layout.norms)
         self.fuse = frozen(own.pop(f"{config.layout.product}.weight"))
         self.layer = DecoderLayer(part, own, 0)
         assert not own, "`load` has checked the names"
         keys, values = self.allocate_cache(layer.num_kv_heads, layer.head_dim)
-        for name, value in {"keys": keys, "values": values, "ids": lent.ids}.items():
+        for name, value in {"keys": keys, "values": values, "ids": shared.ids}.items():
             self.register_buffer(name, value)
 
     def caches(self) -> list[tuple[Tensor, Tensor]]:
@@ -275,7 +275,7 @@ class MtpDrafter(HeadDrafter):
         """
         config, weights = load(checkpoint_path(path), target.config, target.options.dtype)
         kernels, options = target.backend.kernels, target.options
-        return cls(MtpHead(config, weights, lent=target.body.lent, kernels=kernels, options=options), target, k)
+        return cls(MtpHead(config, weights, shared=target.body.shared, kernels=kernels, options=options), target, k)
 
     def cache_key(self) -> dict[str, object]:
         """Facts on which the drafter's graphs depend."""

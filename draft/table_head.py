@@ -28,7 +28,7 @@ class TableHead(CachedHead):
 
     def share(
         self,
-        lent: SharedHead,
+        shared: SharedHead,
         rotations: tuple[Tensor, Tensor],
         *,
         embedding: Tensor | None = None,
@@ -44,13 +44,14 @@ class TableHead(CachedHead):
         drafted    the target's id [U] of every id that can be drafted, and V; None: all can
         """
         own = group or SingleRank()
-        self.embedding = lent.embedding if embedding is None else frozen(embedding)
-        self.groups = (lent.group if embedding is None else own, own if owns_output else lent.group)
+        self.embedding = shared.embedding if embedding is None else frozen(embedding)
+        self.groups = (shared.group if embedding is None else own, own if owns_output else shared.group)
         places = torch.empty(0, dtype=torch.int32)  # of every id in what is drafted, U for ids that cannot be
         if drafted is not None and len(drafted[0]) < drafted[1]:
             places = torch.full(drafted[1:], len(drafted[0]), dtype=torch.int32)
             places[drafted[0].to(torch.int64)] = torch.arange(len(drafted[0]), dtype=torch.int32)
-        rows = lent.ids if lent.group.degree > 1 else lent.ids[:0]  # only a sharded table needs the ids of its rows
+        # only a sharded table needs the ids of its rows
+        rows = shared.ids if shared.group.degree > 1 else shared.ids[:0]
         for name, value in zip(("cos", "sin", "rows", "places"), (*rotations, rows, places), strict=True):
             self.register_buffer(name, value)
 

@@ -113,7 +113,7 @@ class EagleDrafter(HeadDrafter):
         make = partial(
             EagleHead,
             loaded.config,
-            lent=target.body.lent,
+            shared=target.body.shared,
             kernels=target.backend.kernels,
             options=target.options,
             form=head_form(target.body, quantization),
@@ -135,7 +135,7 @@ class EagleDrafter(HeadDrafter):
     @property
     def learns(self) -> bool:
         """Whether `adopt` can replace the weights: they are in this process, and none is a copy of the target's."""
-        return self.head.group.degree == 1 and self.head.embedding is self.decoder.body.lent.embedding
+        return self.head.group.degree == 1 and self.head.embedding is self.decoder.body.shared.embedding
 
     def adopt(self, path: str | os.PathLike[str]) -> None:
         """Replace the head's weights by those of a later training of it, between two rounds. Its cache stays.
@@ -155,8 +155,10 @@ class EagleDrafter(HeadDrafter):
                 f"{folder}: expected a head that drafts the ids of the one in use, got others; train it from that one"
             )
         options, form = replace(target.options, load=replace(target.options.load, batch_size=1)), self.head.form
-        lent, kernels = target.body.lent, target.backend.kernels
-        others = EagleHead(loaded.config, weights, lent=lent, kernels=kernels, options=options, form=form).state_dict()
+        shared, kernels = target.body.shared, target.backend.kernels
+        others = EagleHead(
+            loaded.config, weights, shared=shared, kernels=kernels, options=options, form=form
+        ).state_dict()
         caches = {id(x) for pair in self.head.caches() for x in pair}
         for name, mine in self.head.state_dict(keep_vars=True).items():
             if id(mine) not in caches and name != "slots":

@@ -88,7 +88,7 @@ class _Layer(_Held):
 class EagleHead(TableHead, AutoregressiveHead):
     """The head with its caches. ``weights`` is emptied.
 
-    ``lent``: weights shared with the target, not copied: the embedding, unless ``embedding`` [V, H] is the head's own,
+    ``shared``: weights of the target, not copied: the embedding, unless ``embedding`` [V, H] is the head's own,
     and the output layer where it is not. With a sharded target both are this rank's rows. With a ``group`` of more than
     one rank, the target's group, ``weights`` and ``embedding`` are this rank's shard too (`paceline.eagle.division`);
     without one they are replicated. ``form``: format of the head's own matrices; its own embedding and shared weights
@@ -105,7 +105,7 @@ class EagleHead(TableHead, AutoregressiveHead):
         config: EagleConfig,
         weights: dict[str, Tensor],
         *,
-        lent: SharedHead,
+        shared: SharedHead,
         embedding: Tensor | None = None,
         kernels: Kernels,
         options: DecoderOptions,
@@ -118,18 +118,18 @@ class EagleHead(TableHead, AutoregressiveHead):
         self.config, self.reads = config, config.reads
         own = config.owns_output
         ids = weights.pop("ids") if config.version == 3 else torch.arange(config.vocab_size)
-        part_ids = weights.pop("part_ids").to(torch.int32) if own and self.group.degree > 1 else lent.ids
+        part_ids = weights.pop("part_ids").to(torch.int32) if own and self.group.degree > 1 else shared.ids
         key_heads = weights["layer.self_attn.k_proj.weight"].shape[0] // config.head_dim
         self.share(
-            lent,
+            shared,
             rope_tables(config.rope, config.head_dim, options.n_positions),
             embedding=embedding,
             owns_output=own,
             group=self.group,
             drafted=(ids, config.vocab_size),
         )
-        masked = weights.pop("masked", lent.ids[:0])
-        every = EagleWeights.joined(config, weights, weights["lm_head.weight"] if own else lent.head)
+        masked = weights.pop("masked", shared.ids[:0])
+        every = EagleWeights.joined(config, weights, weights["lm_head.weight"] if own else shared.head)
         weights.clear()
         every = every if form is None else every.quantized(form, head=own)
         self.held, self.fc_norms = _Held(every), nn.ParameterList([frozen(x) for x in every.fc_norms])
@@ -139,7 +139,7 @@ class EagleHead(TableHead, AutoregressiveHead):
         buffers = {
             "ids": ids.to(torch.int32),  # the target's id of every id that can be drafted
             # Needed only for a sharded output layer: the ids of this rank's logits.
-            "part_ids": part_ids if self.groups[1].degree > 1 else lent.ids[:0],
+            "part_ids": part_ids if self.groups[1].degree > 1 else shared.ids[:0],
             "masked": masked,  # P-EAGLE: the fused state of a position not yet known
         }
         for name, value in buffers.items():

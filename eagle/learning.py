@@ -1,4 +1,4 @@
-"""A process in which an EAGLE head goes on learning from finished texts, at idle priority (decision 0023).
+"""A process in which an EAGLE head keeps learning from finished texts, at idle priority (decision 0023).
 
 It scores three heads on a share of the texts, before it learns from them: the shipped one, the live one, which drafts,
 and the learner. When the learner is better than the live head, it is written and becomes the live one. Run as a module

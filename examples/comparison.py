@@ -129,7 +129,7 @@ def table(plain: Measured, fast: Measured, options: argparse.Namespace, label: s
     rows.add_row(
         "slowest to fastest", *(f"{min(one.speeds(every)):.0f} to {max(one.speeds(every)):.0f}" for one in both)
     )
-    rows.add_row("speed-up", "1", f"{fast.speed(every) / plain.speed(every):.2f}")
+    rows.add_row("speedup", "1", f"{fast.speed(every) / plain.speed(every):.2f}")
     rows.add_row("mean acceptance length (tau)", "1", f"{total.tau:.2f}")
     rows.add_row("accepted by position", "", acceptance_by_position(total))
     return rows
@@ -137,7 +137,7 @@ def table(plain: Measured, fast: Measured, options: argparse.Namespace, label: s
 
 def by_category(plain: Measured, fast: Measured, categories: list[str]) -> Table:
     """Speeds and acceptance of each category."""
-    rows = Table("category", "plain, tokens/s", "speculative", "speed-up", "tau")
+    rows = Table("category", "plain, tokens/s", "speculative", "speedup", "tau")
     for name in dict.fromkeys(categories):
         of = [row for row, category in enumerate(categories) if category == name]
         slow, quick = plain.speed(of), fast.speed(of)

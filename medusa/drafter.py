@@ -112,7 +112,7 @@ class MedusaDrafter(HeadDrafter):
         """
         folder = checkpoint_path(path)
         choices = None if draft_tree is None else parse_choices(draft_tree)
-        shared_head, size = target.body.lent, target.config.vocab_size
+        shared_head, size = target.body.shared, target.config.vocab_size
         heads = checkpoint.heads(
             folder,
             shared_head.head,

@@ -137,7 +137,7 @@ COLLECTIVE = Figure(
 COLLECTIVE_SLOW = Figure(
     68e-6,
     "seconds of a small collective, at worst",
-    "AWS publishes 6.42 ms a token for Llama-3-8B on 24 cores (about-neuron/benchmarks/inf2); what is left of it after "
+    "AWS publishes 6.42 ms per token for Llama-3-8B on 24 cores (about-neuron/benchmarks/inf2); the rest after "
     "reading int8 weights at 80 % of the bandwidth, divided by 65 collectives. A ring of 24 cores is the same: it is "
     "gone round twice, 46 hops of 1 to 2 us each (neuron-runtime/explore/intranode-collective-comm, SDK 2.32)",
 )

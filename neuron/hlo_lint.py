@@ -218,7 +218,7 @@ def _reduction(module: Module) -> Iterator[Instruction]:
 
 
 def _integer_dot(module: Module) -> Iterator[Instruction]:
-    """EVRF035 and known issues: integer products are refused, or computed in float32."""
+    """EVRF035 and known issues: integer products are rejected, or computed in float32."""
     return (line for line in module.of("dot") if not line.is_floating)
 
 

@@ -186,7 +186,7 @@ def _over(work: Work, memory: int, instance: Instance) -> list[str]:
     if work.tiles > chips.MAX_INSTRUCTIONS.value:
         found.append(f"instructions: about {work.tiles:.0f} of {chips.MAX_INSTRUCTIONS.value:.0f}")
     if work.widened:
-        found.append(f"widened weights: {work.widened:.0f} bytes a round")
+        found.append(f"widened weights: {work.widened:.0f} bytes per round")
     return found
 
 

@@ -118,7 +118,7 @@ class EagleDraft:
         head = EagleHead(
             self.config,
             division.part_of(weights, self.config, self._shard(setup.degree)) if divided else weights,
-            lent=target.lent,
+            shared=target.shared,
             kernels=target.kernels,
             options=target.options,
             group=target.group if divided else None,

@@ -60,7 +60,7 @@ def takes(options: Callable[P, object]) -> Callable[[Callable[..., SamplingDecod
 
 
 class SamplingDecoder(CompiledDecoder):
-    """A decoder that decodes plainly, and can be a draft or a target of a `SpeculativeGenerator`."""
+    """A decoder for plain decoding, which can be a draft or a target of a `SpeculativeGenerator`."""
 
     _plain: SpeculativeGenerator | None = None
 

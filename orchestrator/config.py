@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from paceline.core.errors import ConfigurationError
+from paceline.decoder.options import renamed
 from paceline.draft_spec import DraftSpec, RuleSpec, integer, parse_draft, parse_rule
 
 DEFAULT_K = 4
@@ -127,7 +128,7 @@ class SpeculativeConfig(BaseModel):
 
     def __init__(self, **values: Any) -> None:
         try:
-            super().__init__(**values)
+            super().__init__(**renamed(values))
         except ValidationError as error:
             raise configuration_error(error, type(self)) from error
 

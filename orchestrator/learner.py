@@ -128,7 +128,7 @@ class Learner:
         self.heads += 1
         lengths = self.progress.acceptance_length
         figures = ", ".join(f"{name} {value:.2f}" for name, value in lengths.items())
-        log.info("learn: drafting with %s; tokens a round: %s", head, figures or "not measured in this process")
+        log.info("learn: drafting with %s; tokens per round: %s", head, figures or "not measured in this process")
 
     def _reported(self, progress: Progress) -> None:
         self.progress = progress

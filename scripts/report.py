@@ -53,7 +53,7 @@ COMMANDS = {
 
 
 def load(folder: Path = RESULTS) -> dict[str, Any]:
-    """Every measurement there is, by name. The page shows one machine and one commit, so a mixture is refused."""
+    """Every measurement there is, by name. The page shows one machine and one commit, so a mixture is rejected."""
     reports = {name: json.loads(path.read_text()) for name in COMMANDS if (path := folder / f"{name}.json").is_file()}
     for key in ("machine", "commit"):
         values = {json.dumps(report[key]): name for name, report in reports.items()}

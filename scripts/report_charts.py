@@ -75,7 +75,7 @@ def chat(axes: Any, shown: Shown) -> None:
 
 
 def depths(axes: Any, shown: Shown) -> None:
-    """Lines: tokens a round by depth, whole for the lowest temperature and dashed for the highest."""
+    """Lines: tokens per round by depth, whole for the lowest temperature and dashed for the highest."""
     traces = shown["traces"]
     ends = [traces[0], *traces[-1:]] if len(traces) > 1 else traces
     for trace, line in zip(ends, ("-", "--"), strict=False):
@@ -84,13 +84,13 @@ def depths(axes: Any, shown: Shown) -> None:
             axes.plot(*zip(*points, strict=True), line, marker="o", color=color, label=name if line == "-" else None)
     axes.axhline(1, color=INK, linewidth=0.8, linestyle=":")
     warm = f"; dashed: T = {traces[-1]['temperature']:g}" if len(traces) > 1 else ""
-    axes.set_xlabel(f"k, drafted tokens a round (whole lines: greedy{warm})")
-    axes.set_ylabel("tokens a round")
+    axes.set_xlabel(f"k, drafted tokens per round (whole lines: greedy{warm})")
+    axes.set_ylabel("tokens per round")
     axes.legend(frameon=False, labelcolor=INK, fontsize=9)
 
 
 def kinds(axes: Any, shown: Shown) -> None:
-    """Bars: tokens a round of the chains by kind of prompt, greedy."""
+    """Bars: tokens per round of the chains by kind of prompt, greedy."""
     trace = shown["traces"][0]
     names = list(trace["depths"])
     width = 0.8 / len(names)
@@ -100,7 +100,7 @@ def kinds(axes: Any, shown: Shown) -> None:
         axes.bar(at, values, width=width * 0.9, color=color, label=name)
     axes.axhline(1, color=INK, linewidth=0.8, linestyle=":")
     axes.set_xticks(range(len(trace["categories"])), trace["categories"])
-    axes.set_ylabel("tokens a round, greedy")
+    axes.set_ylabel("tokens per round, greedy")
     axes.legend(frameon=False, labelcolor=INK, fontsize=9, ncols=len(names))
 
 

@@ -165,7 +165,7 @@ def formats(reports: Reports) -> str:
 
 
 def latency(reports: Reports) -> str:
-    """Seconds to the whole text by length of the prompt, and the speed-up over plain decoding."""
+    """Seconds to the whole text by length of the prompt, and the speedup over plain decoding."""
     measured = reports["latency"]["modes"]
     lengths = list(next(iter(measured.values())))
     rows = [(label(mode), *(_latency(row[length]) for length in lengths)) for mode, row in measured.items()]

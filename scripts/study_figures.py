@@ -109,7 +109,7 @@ def _lengths(trace: Trace, answer: PolicyResult) -> dict[str, Any]:
 
 
 def _depths(trace: Trace, name: str) -> Iterator[tuple[int, float]]:
-    """Tokens a round at those depths that the trace knows of a drafter."""
+    """Tokens per round at those depths that the trace knows of a drafter."""
     recorded = next((one for one in trace.drafters if one.name == name), None)
     for k in DEPTHS:
         if recorded is None or (recorded.prefixes and k <= recorded.k):

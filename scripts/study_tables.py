@@ -37,7 +37,7 @@ def _bold(values: Sequence[float | None]) -> list[str]:
 
 
 def drafters(figures: Figures) -> str:
-    """Tokens a round of every drafter at one depth; a column for every sampling."""
+    """Tokens per round of every drafter at one depth; a column for every sampling."""
     parts = []
     for target, traces in _by_target(figures):
         names = list(dict.fromkeys(name for one in traces for name in one["drafters"]))
@@ -49,7 +49,7 @@ def drafters(figures: Figures) -> str:
 
 
 def depths(figures: Figures) -> str:
-    """Tokens a round against the number of drafted tokens."""
+    """Tokens per round against the number of drafted tokens."""
     rows = []
     every = sorted({k for one in figures["traces"] for known in one["depths"].values() for k in known}, key=int)
     for target, sampling, one in _traces(figures):
@@ -68,7 +68,7 @@ def categories(figures: Figures) -> str:
                 (kind, *_bold([one["drafters"][name]["by_category"][kind] for name in names]))
                 for kind in one["categories"]
             ]
-            parts.append(f"{target}, {sampling}, tokens a round:\n\n" + table(" | ".join(["prompts", *names]), rows))
+            parts.append(f"{target}, {sampling}, tokens per round:\n\n" + table(" | ".join(["prompts", *names]), rows))
     return "\n\n".join(parts) or "Not recorded yet: `make study-counts`."
 
 

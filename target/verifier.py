@@ -75,7 +75,7 @@ class _FusedRounds:
 
 
 class CompiledVerifier(TargetVerifier):
-    """Runs `VerifyStep` for one draft shape, for nothing proposed, and for chains shorter than the draft shape.
+    """Runs `VerifyStep` for one draft shape, for no proposal, and for chains shorter than the draft shape.
 
     depths  of shorter chains that have a separate graph
     steps   if set, `AutoregressiveStep` with so many steps takes its place; nothing is proposed then

@@ -238,7 +238,7 @@ class Truth:
 
 
 class WatchedRound:
-    """A round that tells table models what was committed, so that they can check their caches."""
+    """A round that shows table models what was committed, so that they can check their caches."""
 
     def __init__(self, inner: Rounds, bodies: Sequence[TableBody]) -> None:
         self._inner, self._bodies = inner, bodies
@@ -315,7 +315,7 @@ def watch_rounds(generator: SpeculativeGenerator, wrap: Callable[[Rounds], Round
 def rebuild(
     generator: SpeculativeGenerator, *, controller: DraftLengthController | None = None, exact: bool = True
 ) -> None:
-    """Have the engine of a generator built with other settings; what watches its rounds goes on."""
+    """Have the engine of a generator built with other settings; what watches its rounds continues."""
     target, drafter, config = generator.target, generator.drafter, generator.config
     config = config.model_copy(update={"exact": config.exact and exact})
     made = build.engine(target, drafter, config, rule=generator._rule, controller=controller)
@@ -354,7 +354,7 @@ def misfit(samples: np.ndarray, distribution: np.ndarray) -> float:
 
 
 def scripted(script: Sequence[int], vocab_size: int) -> Tensor:
-    """A table that goes on with the script after its first two tokens; every pair in it must be unlike the others."""
+    """A table that continues with the script after its first two tokens; every pair in it must be unlike the others."""
     logits = torch.zeros(vocab_size, vocab_size, vocab_size)
     pairs = list(zip([0, *script], script, strict=False))
     assert len(set(pairs[:-1])) == len(pairs) - 1, "a pair comes twice, so what follows it is not clear"

@@ -549,8 +549,8 @@ class _Rounds:
             if limits.end_ids is not self._ends:
                 self._ends = limits.end_ids
                 call.ends, call.n_ends = _numbers(sorted(limits.end_ids)), len(limits.end_ids)
-        for lent, tensor in zip(self._inputs, inputs, strict=True):
-            lent.data = tensor.data_ptr()
+        for given, tensor in zip(self._inputs, inputs, strict=True):
+            given.data = tensor.data_ptr()
         commit, call.made = self._made[0]
         self._made.reverse()
         ran = self._library.paceline_again(ctypes.byref(call))

@@ -119,7 +119,7 @@ class DFlashDrafter(HeadDrafter):
         head = DFlashHead(
             config,
             weights,
-            lent=target.body.lent,
+            shared=target.body.shared,
             tables=Tables(
                 weights.pop("ids"),
                 unless_equal(weights.pop(EMBEDDING, None), model.embedding),

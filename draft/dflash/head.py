@@ -199,8 +199,8 @@ class Layer(nn.Module):
 class DFlashHead(TableHead):
     """The head with its caches. ``weights`` are those of a checkpoint.
 
-    ``lent``: weights shared with the target, this rank's rows of a sharded one. ``form``: format of the matrices of the
-    layers, which are replicated on a sharded target.
+    ``shared``: the target's weights that it uses, this rank's rows of sharded ones. ``form``: format of the layers'
+    matrices, which are replicated on a sharded target.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class DFlashHead(TableHead):
         config: DFlashConfig,
         weights: Mapping[str, Tensor],
         *,
-        lent: SharedHead,
+        shared: SharedHead,
         tables: Tables,
         kernels: Kernels,
         options: DecoderOptions,
@@ -216,9 +216,9 @@ class DFlashHead(TableHead):
     ) -> None:
         super().__init__(kernels, options)
         self.config, self.reads, self.form = config, config.reads, form
-        self.output = lent.head if tables.output is None else frozen(tables.output)
+        self.output = shared.head if tables.output is None else frozen(tables.output)
         self.share(
-            lent,
+            shared,
             rope_tables(config.rope, config.head_dim, options.n_positions),
             embedding=tables.embedding,
             owns_output=tables.output is not None,

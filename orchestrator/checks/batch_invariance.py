@@ -63,7 +63,7 @@ class RowCount:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Counts of one backend and number format. ``promised``: its kernels declare that no bit depends on M.
+    """Counts of one backend and number format. ``promised``: its kernels declare that bits do not depend on M.
 
     ``error``: reason why some or all are missing.
     """

@@ -143,11 +143,11 @@ def _pair(backend: str, target: Path, draft: Path, *, fused: bool) -> tuple[bool
     from paceline.neuron.round_cost import expected_here
 
     times = graph_times(decoder, expected_here())
-    return passed, f"{seen}; {pair.statistics.tau:.2f} tokens a round; {'; '.join(map(str, times))}"
+    return passed, f"{seen}; {pair.statistics.tau:.2f} tokens per round; {'; '.join(map(str, times))}"
 
 
 def _against_eager(source: Sampler, decoder: SamplingDecoder, *, target: Path, amp: str) -> tuple[bool, str]:
-    """Compare texts of a source over ``decoder`` with plain ones; greedy ones only in bf16, or if sampling is refused.
+    """Compare texts of a source over ``decoder`` with plain ones; only greedy ones in bf16, or if sampling is rejected.
 
     Backends round activations of bf16 matmuls differently, so texts may part at near-ties there.
     """

@@ -32,7 +32,7 @@ class Budget:
         self._seconds, self._end = seconds, float("inf")
 
     def left(self, done: int, least: int) -> bool:
-        """Return whether to go on after ``done`` calls of at least ``least``."""
+        """Return whether to continue after ``done`` calls of at least ``least``."""
         if done < least:
             return True
         if self._end == float("inf"):
@@ -88,7 +88,7 @@ class Subject:
 
     @property
     def invariant(self) -> bool:
-        """Whether the backend promises that no bit depends on the width of a graph."""
+        """Whether the backend promises that bits do not depend on the width of a graph."""
         return self.target.body.kernels.batch_invariant
 
     def room(self, prompt: Sequence[int]) -> int:

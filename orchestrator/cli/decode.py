@@ -81,7 +81,7 @@ def generate(
     loader: LoadOptions,
     output: OutputOptions,
 ) -> None:
-    """Generate text, plainly or with any drafter (`paceline list` shows them)."""
+    """Generate text, without or with a drafter (`paceline list` shows them)."""
     with console.refusals():
         text = prompt.text()
         if sampling.ignores_filters(keys):
@@ -165,17 +165,17 @@ def _collected(stream: Iterator[RequestOutput], piece: Callable[[RequestOutput],
 
 PLAIN = "plain"
 
-HELP = """/draft DRAFT  who drafts from now on, as --draft says it: plain, ngram, suffix, a folder, DIR:k=4 (also /mode)
+HELP = """/draft DRAFT  use another drafter, as in --draft: plain, ngram, suffix, a folder, DIR:k=4 (also /mode),
               or one of the drafters of a choice, which is not loaded again
-/race [DRAFT] answer the last question plainly, then with each of these drafts, and show the speeds
+/race [DRAFT] answer the last question without a draft, then with each of these, and show the speeds
 /stats        counts and times of the last answer
 /seed N       the seed of the answers that follow
-/system TEXT  the system message; begins anew
+/system TEXT  set the system message and start a new conversation
 /save FILE    write the conversation as JSON
-/load FILE    go on with such a conversation
+/load FILE    continue a saved conversation
 /reset        forget what was said
 /help, /quit  this text; the end (so does Ctrl-D). Ctrl-C stops an answer.
-A line that ends with \\ goes on in the next one; so do all lines between \"\"\" and \"\"\"."""
+A line that ends with \\ continues on the next one; so do all lines between \"\"\" and \"\"\"."""
 
 _BLOCK = '"""'
 """What begins and ends a question of several lines."""
@@ -379,7 +379,7 @@ class Session:
         self.last = (statistics, perf_counter() - begin)
 
     def race(self, drafts: Sequence[str]) -> None:
-        """Answer the last question plainly and then with each draft, one after the other, and show the speeds.
+        """Answer the last question without a draft and then with each, one after the other, and show the speeds.
 
         Without ``drafts`` the current one runs. The conversation and the mode stay as they are.
 
@@ -391,7 +391,7 @@ class Session:
         tokenizer = self.params.tokenizer
         assert tokenizer is not None, "a chat has one"
         before, plain = self.modes.name, list[int]()
-        table = Table("draft", "tokens", "seconds", "tokens/s", "tokens a round", "text", title="race")
+        table = Table("draft", "tokens", "seconds", "tokens/s", "tokens per round", "text", title="race")
         try:
             for draft in (PLAIN, *(drafts or (before,))):
                 self.modes.use(draft)
@@ -421,7 +421,7 @@ class Session:
         save_bytes(file, [json.dumps(said, ensure_ascii=False, indent=1).encode()])
 
     def load(self, file: Path) -> None:
-        """Go on with a conversation that `save` wrote.
+        """Continue a conversation that `save` wrote.
 
         Raises:
             ConfigurationError: the file cannot be read, or is no conversation. The one before stays.

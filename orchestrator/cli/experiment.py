@@ -573,9 +573,8 @@ def _save_models(file: Path, folder: Path, trace: LoadedTrace, *, plan: LoadPlan
 
 
 def _show(plan: LoadPlan) -> None:
-    table = Table(
-        "way", "tokens a round", "ms a round", "tokens/s", "speed-up", "interval", title=f"batch size {plan.batch_size}"
-    )
+    columns = ("candidate", "tokens per round", "ms per round", "tokens/s", "speedup", "interval")
+    table = Table(*columns, title=f"batch size {plan.batch_size}")
     for one in plan.candidates[:8]:
         figures = f"{one.tokens_per_round:.2f}", f"{one.round_seconds * 1e3:.2f}", f"{one.tokens_per_second:.1f}"
         table.add_row(Text(one.label), *figures, f"{one.speedup:.2f}", f"{one.low:.2f} to {one.high:.2f}")

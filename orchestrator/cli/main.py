@@ -29,7 +29,7 @@ def _all_in(module: str, summaries: Mapping[str, str]) -> dict[str, tuple[str, s
 
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "generate": ("decode", "Generate text, plainly or with any drafter (`paceline list` shows them)."),
+    "generate": ("decode", "Generate text, without or with a drafter (`paceline list` shows them)."),
     "chat": ("decode", "Talk to a chat model: each line is a question, /help lists the commands."),
     "compile": (
         "neuron",

@@ -2,10 +2,11 @@
 
 A command takes a dataclass or a pydantic model as one parameter; on the command line each of its fields is an option,
 so that a key is declared once: its name with dashes, its type, default and description (pydantic's ``description``, a
-dataclass field's metadata ``help``, with None there it is no option; ``names`` and ``envvar`` as in typer). A
-field annotated with ``typer.Option`` keeps that. Tuples and sequences are repeatable options; what typer has no type
-for is taken as text, which the configuration type parses. ``Annotated[dict[str, Any], T, ...]`` are the options of
-several types as they are written, those that are given; what another parameter of the command is called is left to it.
+dataclass field's metadata ``help``, with None there it is no option; ``names`` and ``envvar`` as in typer). A field
+annotated with ``typer.Option`` keeps that. An option with a name in vLLM takes that name, too. Tuples and sequences are
+repeatable options; what typer has no type for is taken as text, which the configuration type parses.
+``Annotated[dict[str, Any], T, ...]`` are the options of several types as they are written, those that are given; what
+another parameter of the command is called is left to it.
 How a model is loaded is `paceline.decoder.options.LoadOptions`, who drafts `paceline.config.SpeculativeConfig`, and how
 texts are sampled `paceline.engine.request.SamplingParams`.
 
@@ -32,7 +33,7 @@ from typer.models import ParameterInfo
 from paceline.cli import console
 from paceline.config import SpeculativeConfig
 from paceline.core.errors import ConfigurationError, PlanError, PromptError, SamplingError
-from paceline.decoder.options import LoadOptions
+from paceline.decoder.options import ALIASES, LoadOptions
 from paceline.draft_checks import prepared
 from paceline.engine.request import SamplingParams
 from paceline.loadable import Loadable, loadable
@@ -88,6 +89,7 @@ TpDegree = Annotated[
     typer.Option(
         "--tp-degree",
         "--tp",
+        "--tensor-parallel-size",
         min=1,
         help="Tensor-parallel degree: number of cores that both models are sharded over.",
     ),
@@ -357,6 +359,10 @@ def _option(name: str, annotation: Any, usual: Any, *, default: Any) -> _Option:
     kind, *extra = get_args(annotation) if get_origin(annotation) is Annotated else (annotation,)
     option = copy(next((part for part in extra if isinstance(part, ParameterInfo)), usual))
     kind, default, one_or_more = _typer_type(kind, default)
+    if aliases := [f"--{alias.replace('_', '-')}" for alias, own in ALIASES.items() if own == name]:
+        dashed = name.replace("_", "-")
+        usual_names = (f"--{dashed}/--no-{dashed}" if kind is bool else f"--{dashed}",)
+        option.param_decls = (*(option.param_decls or usual_names), *aliases)
     parameter = inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
     )

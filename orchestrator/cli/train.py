@@ -119,7 +119,7 @@ def medusa(
 
 @contextmanager
 def _reports(label: str) -> Iterator[Report]:
-    """A bar for work that tells what it does and how far it is; off a terminal, a line every tenth of it."""
+    """Progress bar with the current step of the work; off a terminal, a line every tenth of it."""
     with console.bar(console.err(), label) as shown:
         last = [("", 0)]
 
@@ -381,7 +381,7 @@ def _search(
 
 
 def _run(decoder: SamplingDecoder, drafter: MedusaDrafter, rows: list[list[int]], *, length: int) -> list[float]:
-    """Tokens a round of every text, decoded with the tree."""
+    """Tokens per round of every text, decoded with the tree."""
     from paceline.generator import SpeculativeGenerator
 
     generator = SpeculativeGenerator(drafter, decoder)

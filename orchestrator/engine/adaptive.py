@@ -235,7 +235,7 @@ class DraftLengthController:
         return [sum(chance >= least for chance in chances[:length]) for chances, _ in self.standing]
 
     def _best(self, length: int) -> tuple[float, float]:
-        """Return tokens a second of rounds of a length, and the least chance of a draft worth its row."""
+        """Return tokens/s of rounds of a length, and the least acceptance probability of a draft that pays."""
         times, requests = self._step_times, len(self.standing)
         if not requests:
             return self.expected(length)[length] / times.at(length), 0.0

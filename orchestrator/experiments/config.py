@@ -29,7 +29,7 @@ from pydantic import (
 
 from paceline.config import OF_DRAFTS, OF_MODELS, SpeculativeConfig, parse_k
 from paceline.core.errors import CheckpointError, ConfigurationError, PacelineError
-from paceline.decoder.options import LoadOptions
+from paceline.decoder.options import LoadOptions, renamed
 from paceline.decoder.weights.folder import is_gguf, parts
 from paceline.decoder.weights.hub import checkpoint_path
 from paceline.draft_checks import recognise
@@ -57,6 +57,7 @@ def _apart(values: Any, **parts: frozenset[str]) -> Any:
     """Keys of a file, those of each part in a separate mapping."""
     if not isinstance(values, Mapping):
         return values
+    values = renamed(values)
     own = {key: value for key, value in values.items() if not any(key in keys for keys in parts.values())}
     found = {name: {key: values[key] for key in keys if values.get(key) is not None} for name, keys in parts.items()}
     return {**own, **{name: given for name, given in found.items() if name not in own}}

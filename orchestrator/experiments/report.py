@@ -77,7 +77,7 @@ def _facts(results: Sequence[CellResult]) -> Iterator[str]:
     if loads and max(loads) > cores + 0.5:
         yield (
             f"The machine was busy: its load was up to {max(loads):.1f} on {cores} cores. Counts of tokens do not "
-            "depend on that; times do, and speed-ups, whose two sides took turns, less so."
+            "depend on that; times do, and speedups, whose two sides took turns, less so."
         )
 
 
@@ -110,7 +110,7 @@ def _tables(results: Sequence[CellResult]) -> Iterator[Table]:
             ]
         )
     names = ["target", "drafter", "prompts", "mean acceptance length", "accepted of drafted", "of tested", "tokens/s"]
-    yield "Cells", [*names, "speed-up"], rows
+    yield "Cells", [*names, "speedup"], rows
     categories = sorted({name for result in good for name in by_category(result)})
     if len(categories) > 1:
         table = []
@@ -296,7 +296,7 @@ def _line_plot(lines: Lines, name: str) -> Draw:
             below = [v - one for v, one in zip(value, low, strict=True)]
             above = [one - v for v, one in zip(value, high, strict=True)]
             axes.errorbar(x, value, yerr=[below, above], marker="o", ms=3, lw=1, capsize=2, label=key)
-        axes.set(xlabel=name.replace("_", " "), ylabel="length" if name == "temperature" else "speed-up")
+        axes.set(xlabel=name.replace("_", " "), ylabel="length" if name == "temperature" else "speedup")
         if name != "temperature":
             axes.axhline(1, color="grey", lw=0.7, ls=":")
 

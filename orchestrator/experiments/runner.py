@@ -305,7 +305,7 @@ def commit() -> str:
 
 @cache
 def _processor() -> str:
-    """The processor's name, where the system tells it."""
+    """The processor's name, where the system has it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -96,7 +96,7 @@ class SlotCache(Cache):
         self.mask = self.mask[:, : max(0, self.mask.shape[1] + tokens_to_remove)]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row b goes on from what row ``beam_idx[b]`` holds. beam_idx [R] int64"""
+        """Continue row b from what row ``beam_idx[b]`` holds. beam_idx [R] int64"""
         if len(beam_idx) != len(self.mask):
             raise ConfigurationError(
                 f"beam_idx: expected {len(self.mask)} rows, as in the cache, got {len(beam_idx)}; correct it"

@@ -44,7 +44,7 @@ import pydantic
 from paceline.config import NOT_SERVED, SpeculativeConfig
 from paceline.core.errors import CheckpointError, ConfigurationError, PlanError
 from paceline.decoder.models.config import ModelConfig
-from paceline.decoder.options import LoadOptions
+from paceline.decoder.options import LoadOptions, renamed
 from paceline.decoder.weights.folder import is_gguf, resolved
 from paceline.decoder.weights.hub import KNOWN_MODELS, HubId, checkpoint_path
 from paceline.placement.planning.footprint import NUMBER_BYTES, Footprint, cache_bytes, footprint
@@ -299,6 +299,14 @@ def _read(file: Path) -> _ModelsFile:
     return validate(_ModelsFile, content, str(file))
 
 
+def _renamed(entry: object, where: str) -> object:
+    """An entry by Paceline's names."""
+    try:
+        return renamed(entry) if isinstance(entry, dict) else entry
+    except ConfigurationError as error:
+        raise PlanError(f"{where}: {error}") from error
+
+
 def models_of(entries: Sequence[object], *, folder: Path, where: str) -> tuple[ModelSpec, ...]:
     """Read the models of a list of entries, checked one by one and against each other.
 
@@ -310,7 +318,8 @@ def models_of(entries: Sequence[object], *, folder: Path, where: str) -> tuple[M
         raise PlanError(f"{where}: expected at least one model, got none; add an entry below `models`")
     specs: dict[str, ModelSpec] = {}
     parsed: list[ModelEntry] = []
-    for number, content in enumerate(entries):
+    for number, written in enumerate(entries):
+        content = _renamed(written, where)
         name = content.get("name", number) if isinstance(content, dict) else number
         place = f"{where}, model {name!r}"
         entry = validate(ModelEntry, content, place, LoadOptions, SpeculativeConfig)

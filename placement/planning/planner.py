@@ -139,7 +139,7 @@ def why(model: ModelSpec, instance: Instance, degree: int) -> str:
     wider, narrower = [d for d in legal if d > degree][:1], [d for d in choices if d < degree][:1]
 
     def told(d: int) -> str:
-        return f"tp {d} about {token_seconds(model, instance, d) * 1e3:.1f} ms a token"
+        return f"tp {d} about {token_seconds(model, instance, d) * 1e3:.1f} ms per token"
 
     against = "less than a fifth faster" if degree == choices[0] else "without room"
     found = [told(degree), *(f"{told(d)}, {against}" for d in wider)]

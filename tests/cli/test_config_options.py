@@ -1,4 +1,4 @@
-"""Options of a command from configuration types: names, types, defaults, help, and values that are refused."""
+"""Options of a command from configuration types: names, types, defaults, help, and values that are rejected."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ from typer.testing import CliRunner
 
 from paceline.cli.options import command, expand
 from paceline.config import SpeculativeConfig
-from paceline.core.errors import ConfigurationError
+from paceline.core.errors import ConfigurationError, PlanError
+from paceline.decoder.options import LoadOptions
+from paceline.experiments.config import ExperimentConfig
+from paceline.placement.planning.model_specs import read_models
+
+DEMO = Path(__file__).parents[2] / "examples/pycode/target"
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,45 @@ def test_every_field_is_an_option() -> None:
     options = ["--width", "3", "--name", "y", "--folder", "a/b", "--no-wide", "--parts", "4", "--parts", "5"]
     status, values, _ = called("f", *options, "--times", "2", "--loud")
     assert (status, values) == (0, ("f", Sizes(3, "y", Path("a/b"), False, (4, 5), 2), SpeculativeConfig(), True))
+
+
+def test_options_take_the_names_of_vllm() -> None:
+    app, values = typer.Typer(), []
+
+    @command(app)
+    def run(load: LoadOptions, config: SpeculativeConfig) -> None:
+        values.append((load, config))
+
+    options = ["--dtype", "bfloat16", "--max-model-len", "128", "--max-num-seqs", "2", "--num-speculative-tokens", "3"]
+    done = CliRunner().invoke(app, [*options, "--tensor-parallel-size", "2", "--enable-prefix-caching"])
+    expected = (
+        LoadOptions(amp="bf16", n_positions=128, batch_size=2, tp_degree=2),
+        SpeculativeConfig(k=3, prefix_caching=True),
+    )
+    assert (done.exit_code, values) == (0, [expected]), done.output
+
+
+def test_python_and_files_take_the_names_of_vllm(tmp_path: Path) -> None:
+    assert LoadOptions.of({"dtype": "float16", "max_model_len": 64}) == LoadOptions(amp="f16", n_positions=64)
+    assert SpeculativeConfig(num_speculative_tokens=3, enable_prefix_caching=True).k == 3
+    with pytest.raises(ConfigurationError, match=r"max_num_seqs: .* batch_size, its other name, got both; give one"):
+        LoadOptions.of({"max_num_seqs": 2, "batch_size": 2})
+    file = tmp_path / "models.yaml"
+    entry = f"name: a, path: {DEMO}, max_num_seqs: 2, draft: suffix, num_speculative_tokens: 3"
+    file.write_text(f"models: [{{{entry}}}]")
+    (spec,) = read_models(file)
+    assert (spec.options.batch_size, spec.speculative.k) == (2, 3)
+    file.write_text(f"models: [{{{entry}, k: 2}}]")
+    with pytest.raises(PlanError, match=r"num_speculative_tokens: .* got both"):
+        read_models(file)
+    settings = {
+        "targets": [{"path": "t", "max_model_len": 64}],
+        "drafters": ["suffix"],
+        "prompt_sets": ["p"],
+        "dtype": "f32",
+    }
+    made = ExperimentConfig.model_validate(settings)
+    assert (made.targets[0].load, made.load) == ({"n_positions": 64}, {"amp": "f32"})
 
 
 def test_drafts_use_the_common_syntax() -> None:

@@ -49,7 +49,7 @@ def test_demo_streams_measures_and_reports_identical_texts(
     sys.argv += ["--mode", mode]
     assert demo.main() == 0
     shown = capsys.readouterr().out
-    for part in ("def main4", "tokens/s", "speed-up", "mean acceptance length (tau)", "accepted by position"):
+    for part in ("def main4", "tokens/s", "speedup", "mean acceptance length (tau)", "accepted by position"):
         assert part in shown
     assert "both outputs are identical, token for token, in all 2 texts" in shown
     assert "at equal width (5 rows)" in shown

@@ -1,4 +1,4 @@
-"""Commands that decode nothing load no PyTorch, and what can be refused is refused before weights are opened.
+"""Commands that decode nothing load no PyTorch, and what can be rejected is rejected before weights are opened.
 
 The weights of the models here are no weights: opening them is an error of its own.
 """

@@ -85,7 +85,7 @@ class Row:
     """One way to have a drafter.
 
     of      its row in `paceline.registry.DRAFTERS`, which says what it can do
-    make    the generator for a depth, or for a ladder of depths
+    make    the generator for a depth, or for a list of lengths of depths
     depths  that it can have; others have one of their own
     drafts  whether it is certain to propose something in a long text
     """

@@ -1,4 +1,4 @@
-"""Prefix caching: prompts that begin alike, in a call and after it. Every drafter has it in the equality matrix."""
+"""Prefix caching: prompts that share a prefix, in a call and after it. Every drafter has it in the equality matrix."""
 
 from __future__ import annotations
 

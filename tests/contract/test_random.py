@@ -41,7 +41,7 @@ DRAFTERS = (
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration. ``k``: a depth or a ladder; ``dice``: the rungs are chosen at random."""
+    """One configuration. ``k``: a depth or a list of lengths; ``dice``: the draft lengths are chosen at random."""
 
     drafter: str
     k: int | tuple[int, ...]

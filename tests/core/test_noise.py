@@ -33,7 +33,7 @@ def permuted(x: list[int], y: list[int], rounds: int) -> tuple[list[int], list[i
 
 
 def word_of(seed: int, position: int, token: int, *, stream: int) -> tuple[int, int]:
-    """The two limbs of a random word."""
+    """The two halves of a random word."""
     limbs = seed_row(seed)
     place = [position & LIMB, position >> 16 ^ stream << 8]
     x, y = permuted([limbs[0] ^ place[0], limbs[1] ^ place[1]], limbs[2:], 5)

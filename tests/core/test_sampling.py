@@ -1,4 +1,4 @@
-"""Sampling values: what is refused, and what becomes of the rest as tensors."""
+"""Sampling values: what is rejected, and what becomes of the rest as tensors."""
 
 import math
 

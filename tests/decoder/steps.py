@@ -106,7 +106,7 @@ def eagle(
     kind: SamplingKind = "full",
     changes: Mapping[str, object] = MappingProxyType({}),
 ) -> nn.Module:
-    """A random head that borrows of the target, and the target."""
+    """A random head that shares weights with the target, and the target."""
     head = eagle_head(body, version, **changes)
     reads = head.config.reads
     checked = verify(body, reach, draft_shape=draft_tree.draft_shape, reads=reads, kind=kind)
@@ -122,7 +122,7 @@ def eagle_head(body: ModelWithCache, version: int, **changes: object) -> EagleHe
     if degree > 1:
         weights = part_of(weights, found.config, shard_of(found.config, degree, body.shard.rank))
     return EagleHead(
-        found.config, weights, lent=body.lent, kernels=body.kernels, options=body.options, group=body.group
+        found.config, weights, shared=body.shared, kernels=body.kernels, options=body.options, group=body.group
     )
 
 
@@ -145,7 +145,7 @@ def block(body: ModelWithCache, reach: int, *, variant: str, kind: SamplingKind 
     config = parse(Fields(told, "config.json"), body.config)
     tables = Tables(torch.arange(config.vocab_size))
     head = DFlashHead(
-        config, tensors(body, told), lent=body.lent, tables=tables, kernels=body.kernels, options=body.options
+        config, tensors(body, told), shared=body.shared, tables=tables, kernels=body.kernels, options=body.options
     )
     return FusedStep(BlockStep(head, NODES, reach, kind=kind), verify(body, reach, reads=config.reads, kind=kind))
 
@@ -154,7 +154,7 @@ def mtp(body: ModelWithCache, reach: int, *, layout: MtpLayout, kind: SamplingKi
     """A random MTP layer, and the target."""
     config = mtp_config(body.config.hidden_size, VOCABULARY, layout)
     weights = random_weights(config.shapes())
-    head = MtpHead(config, weights, lent=body.lent, kernels=body.kernels, options=body.options)
+    head = MtpHead(config, weights, shared=body.shared, kernels=body.kernels, options=body.options)
     return FusedStep(head.step(NODES, reach, kind), verify(body, reach, reads=head.reads, kind=kind))
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints with matrices of few bits, as other programs write them: the numbers, the tokens, and what is refused.
+"""Checkpoints with matrices of few bits, as other programs write them: the numbers, the tokens, and what is rejected.
 
 Writers follow the published layouts. `recorded_matrices.json` has one matrix of each library, written by it and turned
 back by its own code; ours must be the same numbers once they are rounded to the library's type.

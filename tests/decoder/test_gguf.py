@@ -1,4 +1,4 @@
-"""GGUF files as checkpoints: what transformers reads in them, what it passes over, and what is refused before work."""
+"""GGUF files as checkpoints: what transformers reads in them, what it passes over, and what is rejected before work."""
 
 from __future__ import annotations
 
@@ -319,7 +319,7 @@ def test_a_file_truncated_anywhere_is_rejected(tmp_path: Path) -> None:
 
 
 def test_lengths_in_the_header_are_checked(tmp_path: Path) -> None:
-    """Announcing more than the file has is refused at once, whatever it is of: counts, texts, lists, dimensions."""
+    """Announcing more than the file has is rejected at once, whatever it is of: counts, texts, lists, dimensions."""
     whole = write(tmp_path / "model.gguf", network(), Kind.Q4_0).read_bytes()
     token_types = whole.index(b"tokenizer.ggml.token_type") + len("tokenizer.ggml.token_type") + 4 + 4
     name = whole.index(b"output_norm.weight")

@@ -1,4 +1,4 @@
-"""Slots without a request cost nothing where kernels can skip them, and no bit of the others depends on them."""
+"""Slots without a request cost nothing where kernels can skip them, and change no bits of the others."""
 
 from __future__ import annotations
 

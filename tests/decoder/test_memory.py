@@ -1,4 +1,4 @@
-"""Keys and values that this machine has no room for are refused before anything is loaded."""
+"""Keys and values that this machine has no room for are rejected before anything is loaded."""
 
 from dataclasses import replace
 from pathlib import Path

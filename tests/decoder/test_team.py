@@ -1,4 +1,4 @@
-"""The threads of the native kernels: with any number of them no bit changes, no thread waits for ever, none is left."""
+"""The threads of the native kernels: any number of them gives the same bits, no thread waits for ever, none is left."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_the_caller_does_not_wait_for_suspended_helpers(held: Held) -> None:
 
 
 def test_work_begun_by_a_helper_is_waited_for(held: Held) -> None:
-    """Helpers stop anywhere, for a moment, and go on."""
+    """Helpers stop anywhere, for a moment, and continue."""
     held.start()
     while not held.says(0.002):
         for thread in held.helpers:

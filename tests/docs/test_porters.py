@@ -1,4 +1,4 @@
-"""Names in the examples of AWS's two guides: each works in Paceline, or a page tells what takes its place.
+"""Names in the examples of AWS's two guides: each works in Paceline, or a page says what takes its place.
 
 Facts of the developer guides of transformers-neuronx (archive of SDK 2.25) and NxD Inference (SDK 2.31), as names.
 """

@@ -47,7 +47,7 @@ def mtp(target: SamplingDecoder, k: int, layout: MtpLayout = SPECULATORS) -> Mtp
     """A drafter with a random layer."""
     made = mtp_config(target.config.hidden_size, target.config.vocab_size, layout)
     weights = {name: x.to(target.options.dtype) for name, x in random_weights(made.shapes()).items()}
-    head = MtpHead(made, weights, lent=target.body.lent, kernels=target.backend.kernels, options=target.options)
+    head = MtpHead(made, weights, shared=target.body.shared, kernels=target.backend.kernels, options=target.options)
     return MtpDrafter(head, target, k)
 
 

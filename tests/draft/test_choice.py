@@ -55,7 +55,7 @@ def test_speed_weighs_tokens_against_time() -> None:
 
 
 def knows(text: list[int], part: Callable[[int], bool]) -> Callable[[list[int]], list[int]]:
-    """Knows how a text goes on at some places, and is wrong at the others."""
+    """Knows how a text continues at some places, and is wrong at the others."""
 
     def propose(tokens: list[int]) -> list[int]:
         right = text[len(tokens) : len(tokens) + K]

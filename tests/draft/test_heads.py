@@ -54,7 +54,7 @@ class OffsetHead(ParallelHead):
 
     def __init__(self, target: CompiledDecoder) -> None:
         super().__init__(target.backend.kernels, target.options)
-        self.output = target.body.lent.head
+        self.output = target.body.shared.head
 
     def parallel(self, state: Tensor, k: int) -> Tensor:
         logits = self.kernels.linear(state.unsqueeze(1), self.output)

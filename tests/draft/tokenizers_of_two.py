@@ -64,7 +64,7 @@ def marked_words(corpus: Sequence[str] = CORPUS) -> PreTrainedTokenizerFast:
 
 
 def by_heart(script: Sequence[int], vocab_size: int, *, seed: int, certain: float = 50.0) -> Tensor:
-    """A table that goes on with the script wherever the last two tokens stand in it, and is random elsewhere."""
+    """A table that continues with the script wherever the last two tokens stand in it, and is random elsewhere."""
     logits = table(vocab_size, seed=seed)
     for before, last, token in zip([0, *script], script, script[1:], strict=False):
         logits[before, last] = torch.randn(vocab_size, generator=torch.Generator().manual_seed(seed))

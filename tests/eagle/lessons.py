@@ -25,7 +25,7 @@ def output(frozen: FrozenTarget) -> torch.Tensor:
 
 
 def stream(texts: int = 160) -> np.ndarray:
-    """Text that is easy to go on from: runs of neighbouring ids."""
+    """Text that is easy to continue: runs of neighbouring ids."""
     rng = np.random.default_rng(0)
     starts = rng.integers(0, VOCABULARY, texts * 6)
     return ((starts[:, None] + np.arange(4)) % VOCABULARY).astype(np.uint16).flatten()

@@ -1,4 +1,4 @@
-"""Heads through the disk: every layout comes back, what does not fit is refused by name."""
+"""Heads through the disk: every layout comes back, what does not fit is rejected by name."""
 
 from __future__ import annotations
 
@@ -74,9 +74,9 @@ def test_every_layout_is_read_back(
     target: ModelConfig, tmp_path: Path, layout: str, version: int, changes: dict[str, object]
 ) -> None:
     target = replace(target, num_layers=8)
-    made, lent = random_head(config(target, version, **changes)), tensors_of(target)
-    checkpoint.save(tmp_path, made, layout=layout, target=lent)
-    found = checkpoint.load(tmp_path, target, head=lent.head)
+    made, shared = random_head(config(target, version, **changes)), tensors_of(target)
+    checkpoint.save(tmp_path, made, layout=layout, target=shared)
+    found = checkpoint.load(tmp_path, target, head=shared.head)
     assert found.config == made.config
     assert found.weights.keys() == made.weights.keys()
     assert all(torch.equal(found.weights[name], value) for name, value in made.weights.items())
@@ -98,9 +98,9 @@ def test_every_layout_is_read_back(
 def test_layout_specific_settings_are_read_back(
     target: ModelConfig, tmp_path: Path, layout: str, version: int, changes: dict[str, object]
 ) -> None:
-    made, lent = random_head(config(target, version, **changes)), tensors_of(target)
-    checkpoint.save(tmp_path, made, layout=layout, target=lent)
-    assert checkpoint.load(tmp_path, target, head=lent.head).config == made.config
+    made, shared = random_head(config(target, version, **changes)), tensors_of(target)
+    checkpoint.save(tmp_path, made, layout=layout, target=shared)
+    assert checkpoint.load(tmp_path, target, head=shared.head).config == made.config
 
 
 EXPORTS: list[tuple[str, int, dict[str, object], str]] = [
@@ -140,18 +140,18 @@ def test_a_head_for_nxd_inference_has_the_expected_tensors(target: ModelConfig, 
     d2t.
     """
     target = replace(target, num_layers=8)
-    lent = tensors_of(target)
+    shared = tensors_of(target)
     three = random_head(config(target, 3, draft_vocab_size=VOCABULARY, layers=(2, 4, 5)))
-    names = set(load_file(checkpoint.save(tmp_path / "3", three, layout="nxd", target=lent)))
+    names = set(load_file(checkpoint.save(tmp_path / "3", three, layout="nxd", target=shared)))
     assert {"layers.0.hidden_norm.weight", "lm_head.weight", "embed_tokens.weight", "norm.weight"} <= names
     assert not {"d2t", "t2d"} & names and not any(name.startswith("midlayer.") for name in names)
     mixed = Checkpoint(three.config, {**three.weights, "ids": torch.arange(VOCABULARY).flip(0)}, None)
-    stored = load_file(checkpoint.save(tmp_path / "mixed", mixed, layout="nxd", target=lent))
+    stored = load_file(checkpoint.save(tmp_path / "mixed", mixed, layout="nxd", target=shared))
     assert torch.equal(stored["lm_head.weight"], three.weights["lm_head.weight"].flip(0)), "rows in the order of ids"
-    file = checkpoint.save(tmp_path / "1", random_head(config(target, 1, fc_bias=True)), layout="nxd", target=lent)
+    file = checkpoint.save(tmp_path / "1", random_head(config(target, 1, fc_bias=True)), layout="nxd", target=shared)
     stored = load_file(file)
-    assert torch.equal(stored["embed_tokens.weight"], lent.embedding)
-    assert torch.equal(stored["lm_head.weight"], lent.head)
+    assert torch.equal(stored["embed_tokens.weight"], shared.embedding)
+    assert torch.equal(stored["lm_head.weight"], shared.head)
     written = json.loads((tmp_path / "1" / "config.json").read_text())
     assert written["fc_bias"] is True and "bias" not in written
 
@@ -327,10 +327,10 @@ def test_the_repository_s_own_file_is_a_pickle(target: ModelConfig, tmp_path: Pa
 
 
 def test_foreign_layouts_with_contradictions_are_rejected(target: ModelConfig, tmp_path: Path) -> None:
-    one, lent = random_head(config(target, 1)), tensors_of(target)
-    checkpoint.save(tmp_path / "nxd", one, layout="nxd", target=lent)
+    one, shared = random_head(config(target, 1)), tensors_of(target)
+    checkpoint.save(tmp_path / "nxd", one, layout="nxd", target=shared)
     with pytest.raises(CheckpointError, match="output layer"):
-        checkpoint.load(tmp_path / "nxd", target, head=lent.head + 1)
+        checkpoint.load(tmp_path / "nxd", target, head=shared.head + 1)
     checkpoint.save(tmp_path / "spec", one, layout="speculators")
     with pytest.raises(UnknownArchitectureError, match="layernorms"):
         checkpoint.load(rewritten(tmp_path / "spec", None, layernorms=True), target)

@@ -71,7 +71,7 @@ def test_eagle_heads_on_ranks_keep_the_tokens(
 
 @pytest.mark.usefixtures("two_ranks")
 def test_an_eagle_head_on_two_ranks(workshop: Workshop, tmp_path: Path) -> None:
-    """Whole heads of queries and of keys on each; nothing is filled up."""
+    """Whole heads of queries and of keys on each; nothing is padded."""
     target, found = load(workshop, 2), []
     try:
         for model, divided in ((load(workshop, 1), None), (target, True)):

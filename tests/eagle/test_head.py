@@ -52,7 +52,7 @@ def test_head_and_network_equal_a_plain_forward(workshop: Workshop, version: int
     if found.config.mask_token is not None:
         del weights["mask_hidden"]
     model = target.body.model
-    made = EagleHead(found.config, weights, lent=target.body.lent, kernels=TorchKernels(), options=target.options)
+    made = EagleHead(found.config, weights, shared=target.body.shared, kernels=TorchKernels(), options=target.options)
     tokens, row = torch.tensor([TEXT], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     places = torch.arange(len(TEXT), dtype=torch.int32)[None]
     attend = partial(made.attend, place=made.place(row, len(TEXT), target.n_positions))

@@ -53,7 +53,7 @@ def test_a_head_is_int8_for_integer_and_block_targets(folder: Path, tmp_path: Pa
     own = WeightFormat.INT8 if form is not None and "fp8" not in form.value else None
     three, one = (heads.drafter(tmp_path / str(v), target, v, Chain(2)).head for v in (3, 1))
     assert formats(three) == [own] * 6
-    assert formats(one) == [own] * 5 + [form] and one.held.head is target.body.model.head, "lent, not made anew"
+    assert formats(one) == [own] * 5 + [form] and one.held.head is target.body.model.head, "shared, not made again"
     key = heads.drafter(tmp_path / "3", target, 3, Chain(2)).cache_key()
     assert key.get("quantization") == (None if own is None else "int8")
 

@@ -1,4 +1,4 @@
-"""EAGLE changes how many rounds a text takes and never its tokens; what cannot be exact is refused."""
+"""EAGLE changes how many rounds a text takes and never its tokens; what cannot be exact is rejected."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_rounds_without_drafts_are_read_before_the_next_proposal(workshop: Works
 def test_the_cache_equals_one_pass_while_draft_lengths_change(
     workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rungs of a ladder share a head and what it has not read yet: depth 0 for a while leaves no gap."""
+    """Draft lengths of a list share a head and what it has not read yet: depth 0 for a while leaves no gap."""
 
     class Turns(DraftLengthController):
         def choose(self, deepest: int) -> int:

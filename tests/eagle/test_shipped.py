@@ -33,7 +33,7 @@ def prompts() -> list[list[int]]:
 def test_the_shipped_eagle_head_changes_no_token_and_drafts_well(
     target: SamplingDecoder, prompts: list[list[int]], draft_tree: DraftTree, setting: Setting
 ) -> None:
-    """Published, greedily: 2.47 tokens a round in chains of 3, 2.92 with this tree; damaged heads give about 1."""
+    """Published, greedily: 2.47 tokens per round in chains of 3, 2.92 with this tree; damaged heads give about 1."""
     generator = SpeculativeGenerator(EagleDrafter.from_pretrained(HEAD, target, draft_tree), target)
     result = run(generator, setting, prompts=prompts, new=20)
     assert texts(result) == plain(target, setting, prompts=prompts, new=20)

@@ -1,4 +1,4 @@
-"""Training of heads: it learns, goes on where it stopped, and is bounded on disk."""
+"""Training of heads: it learns, continues where it stopped, and is bounded on disk."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def plain(
 
 
 def stumbling(known: list[list[int]], *, every: int = 3) -> Callable[[list[int]], list[int]]:
-    """Knows how the texts go on, but every few tokens, by the text's length, it is wrong."""
+    """Knows how the texts continue, but every few tokens, by the text's length, it is wrong."""
 
     def propose(tokens: list[int]) -> list[int]:
         text = next((t for t in known if t[: len(tokens)] == tokens), tokens)

@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("nothing_left")]
 
 @pytest.mark.full
 def test_a_lost_node_or_worker_fails_only_its_job(cluster: Cluster, tmp_path: Path) -> None:
-    """Two cores on one node and one on another, which goes: what ran there is done elsewhere, and the others go on."""
+    """Two cores on one node and one on another, which is lost: its cells run elsewhere, and the others continue."""
     ours = ray.get_runtime_context().get_node_id()
     others = placement_group([{"neuron_cores": float(CORES - 2)}])
     assert others.wait(30)

@@ -22,6 +22,8 @@ FOUND = {
     "D9": "Tokens are counted there.",
     "D10": "Every call begins anew.",
     "P1": "It has a file that names a model which is read where it is stored.",
+    "P2": "The rates are 0.4, 0.5, 0.6 and 0.7 with 1 or 2 drafts.",
+    "P4": "The head borrows the output layer and goes on.",
     "P3": "Of several turns the first is asked.",
     "E1": "The file says otherwise.",
     "E2": "- error: k must be 1 or more",
@@ -38,6 +40,7 @@ CODE = {
     "D8": '"""This is no draft length."""',
     "D9": '"""Count the tokens there."""',
     "D10": '"""Begin every call anew."""',
+    "P4": '"""Rows that are filled up with zeros."""',
     "E1": 'raise ConfigurationError(f"k={k} says otherwise; give 1")',
     "E2": 'raise ConfigurationError(f"k must be at least 1, not {k!r} or so")',
     "H1": 'typer.Option(help="Of all texts.")',
@@ -50,6 +53,7 @@ raise PlanError(f"{where}: {error}") from error
 KEPT = """# What runs
 
 Users with write access can run code. There is no plan behind a proxy, or the rest is no longer needed.
+Llama-3-8B and Qwen 2 with EAGLE-3 took 1.5 s on 2026-11-28, and 2 s before.
 
 | option | meaning |
 |---|---|
@@ -89,7 +93,7 @@ def test_a_page_without_a_budget_or_over_it_is_named(
 
 
 def test_every_fault_is_found_in_code_and_plain_code_passes(script: ModuleType) -> None:
-    assert {kind.name for kind in script.KINDS} == CODE.keys() | {"P1", "P3"}
+    assert {kind.name for kind in script.KINDS} == CODE.keys() | {"P1", "P2", "P3"}
     for name, source in CODE.items():
         assert name in {kind.name for kind, _, _ in script.code_faults(source)}, name
     assert list(script.code_faults(KEPT_CODE)) == []

@@ -1,4 +1,4 @@
-"""Caches that calls give back and take: texts that go on, copies of a cache, and what an assisted call leaves."""
+"""Caches that calls give back and take: texts that continue, copies of a cache, and what an assisted call leaves."""
 
 from __future__ import annotations
 

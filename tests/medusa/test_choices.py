@@ -1,4 +1,4 @@
-"""Trees from choices: the published tables' figures, and what is refused."""
+"""Trees from choices: the published tables' figures, and what is rejected."""
 
 import json
 from pathlib import Path

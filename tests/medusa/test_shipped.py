@@ -46,6 +46,6 @@ def test_shipped_medusa_heads_change_no_token(
 def test_greedy_rounds_are_about_as_long_as_the_search_expected(
     target: SamplingDecoder, prompts: list[list[int]]
 ) -> None:
-    """Published: 2.06 tokens a round with this tree. Two short texts stray, but damaged heads would give about 1."""
+    """Published: 2.06 tokens per round with this tree. Two short texts stray, but damaged heads would give about 1."""
     drafter = MedusaDrafter.from_pretrained(HEADS, target, draft_tree=HEADS / "tree-8.json")
     assert run(SpeculativeGenerator(drafter, target), {}, prompts=prompts, new=40).statistics.tau > 1.4

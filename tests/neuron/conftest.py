@@ -1,4 +1,4 @@
-"""The stand-in for the Neuron SDK (see double/README.md), importable under the SDK's names for one test at a time."""
+"""The fake for the Neuron SDK (see double/README.md), importable under the SDK's names for one test at a time."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def load(workshop: Workshop, role: str = "target", *, backend: str = "neuron", s
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Install]:
-    """Install the stand-in: ``install(versions=..., target=..., code=...)``."""
+    """Install the fake: ``install(versions=..., target=..., code=...)``."""
 
     def made(versions: dict[str, str] | None = None, *, target: str = "inf2", code: bool = True) -> None:
         site = tmp_path / "site"

@@ -87,7 +87,7 @@ def eagle_round(
     weights = {name: torch.zeros(shape) for name, shape in config.shapes().items()}
     if version == 3:
         weights["ids"] = torch.arange(drafted) * (VOCABULARY // drafted)
-    head = EagleHead(config, weights, lent=target.lent, kernels=target.kernels, options=target.options)
+    head = EagleHead(config, weights, shared=target.shared, kernels=target.kernels, options=target.options)
     shape = draft_tree.draft_shape
     checked = VerifyStep(target, POSITIONS, draft_shape=shape, rule=Match(), reads=head.config.reads, kind=kind)
     return FusedStep(draft_tree.step(head, POSITIONS, kind), checked)

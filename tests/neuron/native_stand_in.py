@@ -1,4 +1,4 @@
-"""A stand-in for TorchNeuron's compiler and for its process group, in this process and in those of other ranks.
+"""A fake for TorchNeuron's compiler and for its process group, in this process and in those of other ranks.
 
 The compiler records the graphs that it is given and runs them; the group is gloo's. Contains no tests.
 """

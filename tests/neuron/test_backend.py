@@ -1,4 +1,4 @@
-"""The Neuron backend against a stand-in of the SDK: the same tokens, the documented rules, and little traffic."""
+"""The Neuron backend against a fake of the SDK: the same tokens, the documented rules, and little traffic."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The fake enforces what the SDK's documents demand: each test breaks one rule, and the fake reports it.
 
-Without this a test on the stand-in would show little: what it lets through counts as right.
+Without this a test on the fake would show little: what it lets through counts as right.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FLAGS = "--target=inf2"
 
 @pytest.fixture
 def sdk(install: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ModuleType]:
-    """Import a module of the stand-in, for a process that sees cores 4 to 7 of a chip."""
+    """Import a module of the fake, for a process that sees cores 4 to 7 of a chip."""
 
     def module(name: str, *, cores: str = "4-7", target: str = "inf2") -> ModuleType:
         monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", cores)
@@ -141,7 +141,7 @@ def test_a_type_needs_its_compiler_flag(sdk: Any, tmp_path: Path) -> None:
 
 
 class Maker:
-    """An `NxDModel` of the stand-in, in parts."""
+    """An `NxDModel` of the fake, in parts."""
 
     def __init__(self, sdk: Any, folder: Path) -> None:
         self._functions = sdk("neuronx_distributed.trace.functions")

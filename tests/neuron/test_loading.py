@@ -1,4 +1,4 @@
-"""Graphs are made first and weights go to the device once, on the stand-in, which counts loads and memory."""
+"""Graphs are made first and weights go to the device once, on the fake, which counts loads and memory."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Backend neuron-native on a stand-in for TorchNeuron's compiler, which records the graphs that it is given and runs
-them: what Dynamo and AOTAutograd make of our steps is PyTorch's own, and the stand-in's options are TorchNeuron's.
+"""Backend neuron-native on a fake for TorchNeuron's compiler, which records the graphs that it is given and runs
+them: what Dynamo and AOTAutograd make of our steps is PyTorch's own, and the fake's options are TorchNeuron's.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6] * 2, [5, 5]]
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[Recorded]:
-    """The backend over a stand-in, with the CPU as its device."""
+    """The backend over a fake, with the CPU as its device."""
     made = Recorded()
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
     home = Runtime(torch.device("cpu"), made.compiler, ("2.13.3.0", "2.28.7631.0"))
@@ -159,7 +159,7 @@ def test_the_older_package_of_the_same_name_is_recognised(monkeypatch: pytest.Mo
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[None]:
-    """Ranks are those of the stand-in, and this process is none of them yet."""
+    """Ranks are those of the fake, and this process is none of them yet."""
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
     for name in (*environment.rank_variables(0, 2, 0), "NEURON_RT_VISIBLE_CORES", "PACELINE_RANK_CORES"):
         monkeypatch.setenv(name, "")
@@ -175,7 +175,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[None]:
 def test_a_tensor_parallel_model_keeps_the_tokens_with_collectives_in_the_graph(
     workshop: Workshop, stand_in: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One layer, decoded plainly: what a fused round adds is traced above, without other processes.
+    """One layer, by plain decoding: what a fused round adds is traced above, without other processes.
 
     The process has cores 4 and 5, as a plan would give it, and every rank sees one of them.
     """

@@ -1,4 +1,4 @@
-"""Requests that sample are refused on Neuron until the check of the noise has passed with that SDK on that machine."""
+"""Requests that sample are rejected on Neuron until the check of the noise has passed with that SDK on that machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts through the NKI Library's attention, on a stand-in that computes what its page says: who is read by it, with
+"""Prompts through the NKI Library's attention, on a fake that computes what its page says: who is read by it, with
 which layouts, and that nothing else changes.
 """
 

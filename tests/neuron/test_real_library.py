@@ -2,7 +2,7 @@
 
 PACELINE_NXD_SOURCE names a folder that holds ``neuronx_distributed`` (a site-packages, or ``src`` of its repository).
 Its validation, tracing, compilation, routing, parallel state and mappings are real here; below them `generate_hlo`, the
-protobufs, the compiler, the loader and `SPMDModel` are the stand-in's (double/README.md), and so is the device.
+protobufs, the compiler, the loader and `SPMDModel` are the fake's (double/README.md), and so is the device.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ pytestmark = [
 
 @pytest.fixture
 def real(install: Callable[[], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], Any]:
-    """The real files over the stand-in. Called when a decoder is loaded, gives the stand-in's runtime."""
+    """The real files over the fake. Called when a decoder is loaded, gives the fake's runtime."""
     install()
     noise_record.write(neuron_sdk.find(), outcome=True)
     package, source = tmp_path / "real" / "neuronx_distributed", Path(str(SOURCE)) / "neuronx_distributed"

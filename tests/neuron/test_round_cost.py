@@ -241,11 +241,11 @@ def test_a_prompt_has_a_time() -> None:
 
 @pytest.mark.full
 def test_the_planner_takes_the_design_that_gains_most() -> None:
-    """With int8 weights, as AWS's row has, 8B + 1B take two thirds of its 6.42 ms a token at 70 %, by the model."""
+    """With int8 weights, as AWS's row has, 8B + 1B take two thirds of its 6.42 ms per token at 70 %, by the model."""
     pair, inf2 = setup("Llama-3-8B", "Llama-3.2-1B"), instance("inf2.48xlarge")
     asked = HardwareQuestion(pair.target, pair.draft, inf2, [0.7], max_depth=2, degrees=(24,), quantization="int8")
     best = from_hardware(asked, [1])[0].best
-    print(best.label, 1e3 / best.tokens_per_second, "ms a token")
+    print(best.label, 1e3 / best.tokens_per_second, "ms per token")
     assert (best.mode, best.cores) == ("shared cores", (24, 0)) and best.tokens_per_second > 1.45 / 6.42e-3
     head = qwen3()
     asked = HardwareQuestion(head.target, head.draft, inf2, [0.73], max_depth=3, degrees=(24,))

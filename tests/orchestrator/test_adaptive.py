@@ -57,7 +57,7 @@ def test_every_draft_length_is_tried_with_a_mostly_silent_drafter(fused: bool | 
 
 
 class Dice(DraftLengthController):
-    """Any rung at any time."""
+    """Any draft length at any time."""
 
     def choose(self, deepest: int) -> int:
         self.turn = getattr(self, "turn", -1) + 1
@@ -74,7 +74,7 @@ class Sensible(Dice):
 
 
 class Random(Checked):
-    """Rungs at random, over caches that check themselves."""
+    """Draft lengths at random, over caches that check themselves."""
 
     def __init__(self, draft: object, target: CompiledDecoder, **options: object) -> None:
         super().__init__(draft, target, **options)

@@ -1,4 +1,4 @@
-"""The keys of `SpeculativeConfig` and the grammar of drafts: what is understood, and how what is not is refused."""
+"""The keys of `SpeculativeConfig` and the grammar of drafts: what is understood, and how what is not is rejected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`paceline fetch` with a wheel of the test's own and the real pip: what is kept, what is refused, names as paths."""
+"""`paceline fetch` with a wheel of the test's own and the real pip: what is kept, what is rejected, names as paths."""
 
 from __future__ import annotations
 

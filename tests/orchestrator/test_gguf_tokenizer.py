@@ -1,4 +1,4 @@
-"""Tokenizers of GGUF files: the tokens of the tokenizer that was converted, offline, and what is refused."""
+"""Tokenizers of GGUF files: the tokens of the tokenizer that was converted, offline, and what is rejected."""
 
 from __future__ import annotations
 

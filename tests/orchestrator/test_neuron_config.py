@@ -1,4 +1,4 @@
-"""Configurations of NxD Inference and transformers-neuronx: what is read, and what is refused by name."""
+"""Configurations of NxD Inference and transformers-neuronx: what is read, and what is rejected by name."""
 
 from __future__ import annotations
 

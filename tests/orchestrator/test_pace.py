@@ -23,7 +23,7 @@ def told(
     seed: int = 0,
     deepest: int = 99,
 ) -> list[int]:
-    """A trace: every draft stands with probability alpha, every rung takes its time. -> rungs chosen."""
+    """Trace: drafts are accepted with probability alpha, every draft length takes its time. -> draft lengths chosen."""
     dice = random.Random(seed)
     chosen = []
     for _ in range(rounds):
@@ -73,7 +73,7 @@ def test_choices_are_deterministic_and_the_first_time_of_a_length_is_ignored() -
 
 
 def test_times_of_a_slow_phase_do_not_exclude_a_draft_length() -> None:
-    """The only time of the best rung is twice what it is: its neighbours are visited, and so it is found out."""
+    """The only time of the best draft length is twice its real one: its neighbours are tried, which shows it."""
     pace, times = DraftLengthController(DRAFT_LENGTHS), {k: 1.0 + 0.1 * k for k in DRAFT_LENGTHS}
     slow = {**times, 4: 2 * times[4]}
     assert 4 not in told(pace, alpha=0.7, times=slow, rounds=2 * len(DRAFT_LENGTHS))[-2:]
@@ -82,7 +82,7 @@ def test_times_of_a_slow_phase_do_not_exclude_a_draft_length() -> None:
 
 
 def test_draft_lengths_are_compared_at_equal_machine_speed() -> None:
-    """All that is known of the deepest rung is from when the machine was slow: it is taken once it is worth it."""
+    """The deepest draft length was timed only while the machine was slow: it is chosen once it pays."""
     pace, times = DraftLengthController(DRAFT_LENGTHS), {k: 1.0 + 0.1 * k for k in DRAFT_LENGTHS}
     assert told(pace, alpha=0.7, times={k: 2 * one for k, one in times.items()}, rounds=100)[-1] == 4
     late = told(pace, alpha=0.95, times=times, rounds=200)[100:]
@@ -105,7 +105,7 @@ def test_a_draft_that_becomes_useful_is_used_again() -> None:
 
 
 def test_short_responses_are_learnt_from() -> None:
-    """No round of an answer of four tokens can be as deep as the ladder goes."""
+    """No round of an answer of four tokens can be as deep as the list of lengths goes."""
     pace, times = DraftLengthController(DRAFT_LENGTHS), {k: 1.0 + k for k in DRAFT_LENGTHS}
     chosen = told(pace, alpha=0.0, times=times, deepest=3)
     assert 8 not in chosen and chosen[100:].count(0) > 0.9 * 300
@@ -113,7 +113,7 @@ def test_short_responses_are_learnt_from() -> None:
 
 
 def test_a_draft_shorter_than_requested_counts_as_rejected() -> None:
-    """A rung that is never reached must not be the only one that is ever taken."""
+    """A draft length that is never reached must not be the only one that is ever taken."""
     pace, chosen = DraftLengthController(DRAFT_LENGTHS), []
     for _ in range(400):
         rung = pace.choose(99)
@@ -157,7 +157,7 @@ def test_every_batch_fill_has_separate_costs_and_no_load_is_slower_than_plain() 
 
 
 def virtual(suits: list[float], cost: tuple[float, float, float], *, fixed: int | None = None) -> float:
-    """Tokens a second in virtual time, of requests whose drafts stand with these probabilities. ``cost``: of a round,
+    """Tokens/s in virtual time, of requests whose drafts stand with these probabilities. ``cost``: of a round,
     of a draft, of a row.
     """
     dice, slots = random.Random(0), len(suits)

@@ -92,7 +92,7 @@ def test_a_request_that_fails_is_released() -> None:
 
 @pytest.mark.parametrize("kind", ["ngram", "lift"])
 def test_a_drafters_memory_is_bounded_by_the_running_requests(kind: str) -> None:
-    """Idle slots get commits too: while one long text goes on, nothing is added for those that are done."""
+    """Idle slots get commits too: while one long text continues, nothing is added for those that are done."""
     drafter = NgramDrafter(3) if kind == "ngram" else FunctionDrafter(lambda text: text[:3], 3)
     one = SpeculativeGenerator(drafter, TableDecoder(TARGET, slots=3))
     alone = 0

@@ -32,7 +32,7 @@ from tests.orchestrator.drafting import anti_oracle, oracle
 
 V = 16
 SCRIPT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0]
-WINDOWS = [0, 1, 2, 3, 4, 5, 8, 12]  # drafted tokens a round
+WINDOWS = [0, 1, 2, 3, 4, 5, 8, 12]  # drafted tokens per round
 
 
 def generator(k: int, *, script: Sequence[int] = SCRIPT, right: bool = True, **decoder: object) -> SpeculativeGenerator:

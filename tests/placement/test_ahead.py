@@ -176,7 +176,7 @@ def test_second_choices_are_the_drafters_next_best_tokens(workshop: Workshop, te
 
 
 def test_failed_idle_work_is_not_repeated() -> None:
-    """The server says so in its next answer, and goes on."""
+    """The server says so in its next answer, and continues."""
     ahead = working_ahead(1, 3)
     calm = ahead._inner.propose
     events = SpeculativeGenerator(ahead, TableDecoder(TARGET)).stream([PROMPT], max_new_tokens=40)

@@ -1,4 +1,4 @@
-"""Messages, channels and turns: what goes through comes out, and what is not a message is refused."""
+"""Messages, channels and turns: what goes through comes out, and what is not a message is rejected."""
 
 from __future__ import annotations
 
@@ -291,8 +291,8 @@ def test_a_drafter_that_fails_in_a_normal_round_is_called_again(
 def test_unauthenticated_connections_are_limited_and_block_no_target(
     tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each connection has a thread until it has authenticated itself, so their number is limited; later ones are
-    refused at once.
+    """Each connection has a thread until it is authenticated, so their number is limited; later ones are
+    rejected at once.
     """
     monkeypatch.setattr(server, "_MAX_STRANGERS", 2)
     monkeypatch.setattr(channel_module, "_AUTHENTICATION_S", 0.5)

@@ -68,7 +68,7 @@ def replica(model: str) -> Any:
 
 @contextmanager
 def struck(name: str, number: int) -> Iterator[None]:
-    """A process gets a signal, and one that was stopped goes on in the end."""
+    """A process gets a signal, and one that was stopped continues in the end."""
     pid = process(name)
     os.kill(pid, number)
     try:

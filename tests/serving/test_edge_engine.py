@@ -72,7 +72,7 @@ def complete(client: openai.OpenAI, **fields: Any) -> Any:
 
 
 def test_a_request_names_a_drafter_of_the_choice() -> None:
-    """The text is the same with each of them; another name is refused by its field."""
+    """The text is the same with each of them; another name is rejected by its field."""
     target = TableDecoder(TARGET, slots=2, kv_buckets=(512,), eos=(0,))
     engine = SharedEngine(
         SpeculativeGenerator(DraftSpec("choice", parts=parse_draft(["ngram", "suffix"])), target, k=3)

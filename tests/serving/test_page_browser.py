@@ -104,7 +104,7 @@ def test_a_chat_shows_who_wrote_each_token(browser: Browser, served: tuple[str, 
         assert "Drafted instead: " in about.inner_text() and about.locator("tr").count() == 5
         assert about.locator("tr.taken").inner_text().endswith("60.7 %")
         figures = page.locator("#figures").inner_text()
-        assert "tokens/s" in figures and "2.89 tokens a round" in figures
+        assert "tokens/s" in figures and "2.89 tokens per round" in figures
         assert page.locator("#bars .place").all_inner_texts()[0].startswith("100 %")
         ask(page, "second")
         assert engine.calls[-1].requests[0].num_logprobs == 5
@@ -282,7 +282,7 @@ def test_models_are_loaded_with_their_cores_shown(browser: Browser) -> None:
     with running(app) as address, opened(browser, address) as page:
         page.click("#open-models")
         late = page.locator("#model-list li", has_text="late")
-        page.wait_for_selector("#model-list >> text=the best of draft, ngram, up to 3 tokens a round")
+        page.wait_for_selector("#model-list >> text=the best of draft, ngram, up to 3 tokens per round")
         late.locator("text=State: unloaded").wait_for()
         assert page.locator("[aria-label='Unload m']").is_disabled()
         page.click("[aria-label='Load late']")

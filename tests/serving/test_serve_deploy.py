@@ -93,7 +93,7 @@ def test_a_config_file_deploys_the_builder(client: openai.OpenAI, cluster: Clust
 def test_a_cluster_with_other_applications_keeps_them(
     client: openai.OpenAI, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`paceline serve --address`: it is refused what it cannot have, and takes down nothing but its own."""
+    """`paceline serve --address`: it is rejected what it cannot have, and takes down nothing but its own."""
     monkeypatch.setattr(serving_run, "connect", lambda *_, **__: None)
     monkeypatch.setattr(serving_run, "ray", SimpleNamespace(shutdown=lambda: None))
     entry = {"name": "more", "path": str(home / "target"), "n_positions": 128, "amp": "f32", "backend": "eager"}

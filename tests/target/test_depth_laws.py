@@ -22,7 +22,7 @@ SLOTS = 15_000
 
 
 class Dice(DraftLengthController):
-    """Any rung at any time, but not for the first round, which is the deepest: the distribution of a draft is in it."""
+    """Any draft length at any time; the first round is the deepest, because it has the distribution of a draft."""
 
     def choose(self, deepest: int) -> int:
         self.turn = getattr(self, "turn", -1) + 1
@@ -82,7 +82,7 @@ def reencoding(slots: int) -> RetokenizingDrafter:
 
 @pytest.mark.parametrize(("drawn", "confidence"), [(False, 0.0), (True, 0.0), (True, 0.4)])
 def test_changing_draft_lengths_keep_the_joint_distribution(drawn: bool, confidence: float) -> None:
-    """From round to round by the ladder, from slot to slot by what was gained, and where the draft is in doubt."""
+    """Lengths change from round to round, from slot to slot by their gain, and where the draft is uncertain."""
     rule = Reject() if drawn else Match()
     source = model(SLOTS, drawn=drawn, confidence_threshold=confidence)
     tokens, mean = three_tokens(source, rule, params=RAW, slots=SLOTS, rounds_of=many_depths, by_itself=True)

@@ -1,4 +1,4 @@
-"""The asynchronous face of a shared engine, its turns, limits and failures; rounds go on when a test lets them."""
+"""The asynchronous face of a shared engine, its turns, limits and failures; rounds continue when a test lets them."""
 
 from __future__ import annotations
 

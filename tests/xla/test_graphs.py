@@ -1,4 +1,4 @@
-"""Every kind of graph as HLO: it lowers, nothing in it is known to be refused by Neuron, and values leave no trace."""
+"""Every kind of graph as HLO: it lowers, nothing in it is known to be rejected by Neuron, and values leave no trace."""
 
 from __future__ import annotations
 

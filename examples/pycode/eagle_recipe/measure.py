@@ -2,7 +2,7 @@
 
     python examples/pycode/eagle_recipe/measure.py --target examples/pycode/target --head eagle3 --data held_out.bin
 
-What `paceline train eagle` does at its end, for a head that is there already: the target goes on greedily from prompts
+What `paceline train eagle` does at its end, for an existing head: the target continues greedily from prompts
 of the data, and chains of 1, 2, ... drafts from every place of that are compared with it, teacher-forced.
 """
 

@@ -3,7 +3,7 @@
     python examples/pycode/eagle_recipe/own_text.py --target examples/pycode/target --data train.bin --out own.bin
 
 Each text is 64 tokens of the data and the target's continuation up to 256. It writes token ids, end to end; a
-run that was stopped goes on where it was.
+run that was stopped continues where it was.
 """
 
 import argparse

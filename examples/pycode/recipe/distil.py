@@ -3,7 +3,7 @@
     python -m recipe.distil --work W --minutes 15
 
 Starts from ``W/draft_along`` (what the draft learned along with the target) and writes ``W/draft``, every
-now and then too; a run that was stopped goes on with ``--start draft`` and fewer minutes.
+now and then too; a run that was stopped continues with ``--start draft`` and fewer minutes.
 The loss adds the total variation distance to the KL divergence: one minus that distance is the chance
 that a sampled draft token is accepted.
 """

@@ -2,7 +2,7 @@
 
     python -m recipe.loops --work W --target <folder> --minutes 15
 
-A model that has learned to copy goes on copying what it has just written, without end. Where its greedy text goes round
+A model that has learned to copy copies what it has just written, without end. Where its greedy text goes round
 for the third time, the next token of the round is made less likely (sequence-level unlikelihood: Welleck et al. 2020,
 "Neural Text Generation with Unlikelihood Training"); batches of the corpus in between keep the rest as it was. A text
 that comes a second time, as in rows of `modelling.repeated`, is no loop.

@@ -96,7 +96,7 @@ class Trainee:
         return {"steps": self.steps, "model": self.model.state_dict(), "optimizers": optimizers}
 
     def restore(self, state: dict) -> None:
-        """Go on from a saved state."""
+        """Continue from a saved state."""
         self.steps = state["steps"]
         self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):

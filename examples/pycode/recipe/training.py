@@ -121,7 +121,7 @@ class Progress:
         self.began = time.time()
 
     def restore(self, saved: dict) -> None:
-        """Go on from a saved count."""
+        """Continue from a saved count."""
         self.step, self.tokens, self.seconds = saved["step"], saved["tokens"], saved["seconds"]
         self.began = time.time() - self.seconds
 

@@ -7,7 +7,7 @@ tokens (induction heads, arXiv:2209.11895), and rows in which a text comes twice
 alone, a head that looks one token back, gains nothing until the second is there. So both are taught in order, on
 attention alone: queries and keys of the heads in PLANS are fitted to where they are to look, then what these heads
 carry is trained on repeating rows, all else frozen. Minutes; ordinary training (`recipe.training --repeats`,
-`recipe.distil --repeats`) goes on from it.
+`recipe.distil --repeats`) continues from it.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def behind_occurrences(ids: Tensor) -> Tensor:
 
 
 class Heads:
-    """The rows and columns of an aim's heads in its layer's matrices."""
+    """The rows and columns of the chosen heads in their layer's matrices."""
 
     def __init__(self, model: LlamaForCausalLM, aim: Aim) -> None:
         self.aim, self.attention = aim, model.model.layers[aim.layer].self_attn

@@ -3,7 +3,7 @@
     python examples/smollm2/recipe/answers.py --target smollm2 --instructions train.jsonl --out answers.bin
 
 Every third answer is greedy, the others at temperature 0.7 and 1. A conversation is the chat template's prompt, the
-answer and the end of the turn, end to end with the next one. A run that was stopped goes on where it was.
+answer and the end of the turn, end to end with the next one. A run that was stopped continues where it was.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 The draft begins with two of the target's layers and with the embedding of the ids that are most frequent in the data:
 its tokenizer holds these alone, so that `--vocabulary intersection` maps between the two. The loss is the KL divergence
 from the target's distribution over those ids, plus half of the total variation distance: one minus that is the chance
-that a sampled draft token is accepted. A run that was stopped goes on where it was.
+that a sampled draft token is accepted. A run that was stopped continues where it was.
 """
 
 from __future__ import annotations

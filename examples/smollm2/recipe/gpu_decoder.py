@@ -22,7 +22,7 @@ _PREFILL_TOKENS = 65_536  # of prompts that are read in one forward
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """ids to go on from, at a temperature (0 is greedy), with at most ``new`` tokens."""
+    """ids to continue, at a temperature (0 is greedy), with at most ``new`` tokens."""
 
     ids: Sequence[int]
     temperature: float

@@ -241,7 +241,7 @@ async function answer() {
 
 function figures(acceptance, seconds, seed) {
   const { tokens, rounds, perRound } = acceptance;
-  const speed = tokens ? `${rate(tokens, seconds)}, ${perRound.toFixed(2)} tokens a round` : "no tokens yet";
+  const speed = tokens ? `${rate(tokens, seconds)}, ${perRound.toFixed(2)} tokens per round` : "no tokens yet";
   return `${tokens} tokens, ${rounds} rounds, ${speed}, seed ${seed}`;
 }
 

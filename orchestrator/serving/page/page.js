@@ -139,7 +139,7 @@ function described(state, what, card) {
   if (card) {
     const about = card.paceline, drafts = about.num_spec_tokens;
     const methods = about.drafters.length ? `the best of ${about.drafters.join(", ")}` : about.methods.join(", then ");
-    const drafting = drafts ? `${methods}, up to ${drafts} tokens a round` : "no drafter";
+    const drafting = drafts ? `${methods}, up to ${drafts} tokens per round` : "no drafter";
     made.append(element("p", `${drafting}; ${card.max_model_len} positions`, "quiet"));
   }
   if (state.state && !acting.has(name)) {

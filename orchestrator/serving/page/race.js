@@ -135,7 +135,7 @@ function verdict() {
   const [plain, ...others] = lanes, fastest = lanes.reduce((best, lane) => (lane.seconds < best.seconds ? lane : best));
   for (const lane of lanes) {
     const speedup = (plain.seconds / lane.seconds) * (lane.tokens / plain.tokens);
-    lane.box.note.textContent += `, ${lane.perRound.toFixed(2)} tokens a round, ${speedup.toFixed(2)} x plain`;
+    lane.box.note.textContent += `, ${lane.perRound.toFixed(2)} tokens per round, ${speedup.toFixed(2)} x plain`;
     lane.box.made.classList.toggle("first", lane === fastest);
   }
   const different = others.filter(lane => lane.text !== plain.text);

@@ -1,4 +1,4 @@
-"""A stand-in for libneuronxla, which the SDK's compiler is reached through."""
+"""A fake for libneuronxla, which the SDK's compiler is reached through."""
 
 from __future__ import annotations
 

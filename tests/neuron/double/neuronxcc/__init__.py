@@ -1,1 +1,1 @@
-"""A stand-in for the compiler's package: only its version is read."""
+"""A fake for the compiler's package: only its version is read."""

@@ -1,4 +1,4 @@
-"""A stand-in for torch_neuronx: the runtime's cores, and what crossed between host and device.
+"""A fake for torch_neuronx: the runtime's cores, and what crossed between host and device.
 
 The environment is read once, here, as the real runtime reads it when it is initialised.
 """

@@ -1,4 +1,4 @@
-"""A stand-in for torch_xla, as far as steps call it while the SDK traces them."""
+"""A fake for torch_xla, as far as steps call it while the SDK traces them."""
 
 from __future__ import annotations
 
