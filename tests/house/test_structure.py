@@ -121,7 +121,7 @@ def test_a_wrong_import_is_found(tmp_path: Path, file: str, text: str, words: st
         ("draft/a.py", "from paceline.decoder.config import X"),
         ("neuron/a.py", "from paceline.decoder.steps import X\nfrom paceline.neuron.sdk import Y"),
         ("orchestrator/cli/a.py", "def f():\n    from paceline.neuron.sdk import X"),
-        ("placement/cluster/actors.py", "import ray"),
+        ("placement/cluster/nodes.py", "import ray"),
         ("placement/planning/a.py", "from paceline.decoder.models.config import X\nfrom paceline.config import Y"),
         ("orchestrator/cli/a.py", "from paceline.cli.options import X\nfrom paceline.placement import Y"),
         ("orchestrator/warmup.py", "from paceline.decoder.decoder import X"),
