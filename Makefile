@@ -174,6 +174,7 @@ test-arm: setup
 
 check: setup
 	PYTHON=$(BIN)/python scripts/check
+	$(BIN)/python scripts/count.py --check
 
 bench: setup
 	$(BIN)/paceline bench --target examples/pycode/target --draft examples/pycode/draft --prompts examples/pycode/prompts.jsonl

@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline import SpeculativeGenerator, Statistics
+from paceline.auto import Sampler
 from paceline.cli.console import acceptance_by_position, bar, err, say
-from paceline.generator import Sampler
 from paceline.outputs import GenerationResult
 
 

@@ -21,12 +21,11 @@ from comparison import Prompt
 from rich.console import Console
 
 from paceline import AutoDecoder, PacelineError, SpeculativeGenerator
-from paceline.auto import SamplingDecoder
+from paceline.auto import Sampler, SamplingDecoder
 from paceline.cli.console import TextView, bar, err, out, say
 from paceline.core.errors import DownloadError
 from paceline.decoder.native import build
 from paceline.fetch import fetch_model
-from paceline.generator import Sampler
 from paceline.text.chat import chat_ids
 from paceline.text.tokenizer import Tokenizer, load_tokenizer
 

@@ -7,36 +7,24 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import cache
-from math import prod
-from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, Protocol, cast
+from collections.abc import Callable
+from functools import cache, cached_property
+from typing import Any, ClassVar, ParamSpec, Protocol, cast
 
-import torch
 from torch import Tensor
 
+from paceline import build
+from paceline.build import Progress
 from paceline.core.errors import CheckpointError
-from paceline.decoder import memory
-from paceline.decoder.backends.base import check_formats, make
-from paceline.decoder.backends.registry import BACKENDS
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.models import registry
-from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.options import LoadOptions
-from paceline.decoder.parallel.sharding import Shard
-from paceline.decoder.weights.checkpoint import load_weights
 from paceline.engine.request import InputIds, SamplingParams
+from paceline.generator import OutputStream, SpeculativeGenerator
 from paceline.loadable import Loadable, loadable
 from paceline.outputs import GenerationResult, Statistics
 
-if TYPE_CHECKING:
-    from paceline.generator import OutputStream, SpeculativeGenerator
-
-_A_THREAD = 1 << 26
-
 P = ParamSpec("P")
-Progress = Callable[[int, int], None]
 
 
 class FromPretrained(Protocol[P]):
@@ -62,16 +50,10 @@ def takes(options: Callable[P, object]) -> Callable[[Callable[..., SamplingDecod
 class SamplingDecoder(CompiledDecoder):
     """A decoder for plain decoding, which can be a draft or a target of a `SpeculativeGenerator`."""
 
-    _plain: SpeculativeGenerator | None = None
-
-    @property
+    @cached_property
     def generator(self) -> SpeculativeGenerator:
         """Plain decoding: a generator without a draft."""
-        if self._plain is None:
-            from paceline.generator import SpeculativeGenerator  # it imports this module
-
-            self._plain = SpeculativeGenerator(None, self, k=0)
-        return self._plain
+        return SpeculativeGenerator(None, self, k=0)
 
     @property
     def statistics(self) -> Statistics:
@@ -107,8 +89,12 @@ class SamplingDecoder(CompiledDecoder):
         """Return a decoder as `CompiledDecoder.sibling` does."""
         sibling = super().sibling()
         assert isinstance(sibling, SamplingDecoder)
-        sibling._plain = None
+        sibling.__dict__.pop("generator", None)
         return sibling
+
+
+Sampler = SpeculativeGenerator | SamplingDecoder
+"""Continues prompts."""
 
 
 class AutoDecoder:
@@ -155,43 +141,7 @@ class AutoDecoder:
 
 def load(found: Loadable, progress: Progress | None = None) -> SamplingDecoder:
     """Load what was found to be loadable; ``progress`` and errors as of `AutoDecoder.from_pretrained`."""
-    folder, config, options = found.folder, found.config, found.options
-    assert folder is not None, "of a file"
-    shard = Shard(config, options.layout)
-    asked = options.load
-    engine = make(asked.backend, asked.tp_degree, asked.quantization, kv_cache_dtype=asked.kv_cache_dtype)
-    if not engine.device_state:  # its state stays in this machine's memory
-        memory.check_cache(shard, options, memory.machine_bytes())
-    with _few_threads(config):
-        weights = load_weights(
-            folder,
-            config,
-            options.dtype,
-            progress=progress,
-            shard=shard,
-            quantization=asked.quantization,
-            modules_to_not_convert=asked.modules_to_not_convert,
-            blocks=BACKENDS[asked.backend].blocks,
-        )
-        check_formats(asked.backend, weights.values())
-        decoder = SamplingDecoder(config, options, weights, backend=engine)
-    engine.attach(decoder.body, os.fspath(folder))
-    decoder.folder = folder
-    return decoder
-
-
-@contextmanager
-def _few_threads(config: ModelConfig) -> Iterator[None]:
-    """Load with one thread per `_A_THREAD` numbers: with small tensors, threads wait longer than they compute, and idle
-    ones spin.
-    """
-    usual = torch.get_num_threads()
-    numbers = sum(prod(spec.shape) for spec in registry.family(config.model_type).tensors(config).values())
-    torch.set_num_threads(min(usual, 1 + numbers // _A_THREAD))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(usual)
+    return build.load(found, progress, kind=SamplingDecoder)
 
 
 def __getattr__(name: str) -> type[AutoDecoder]:

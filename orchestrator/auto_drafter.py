@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline import auto, vocab_compat
+from paceline import build, vocab_compat
 from paceline.config import SpeculativeConfig
 from paceline.core.errors import ConfigurationError
 from paceline.core.protocols import Drafter
@@ -65,13 +65,14 @@ class AutoDrafter:
 
 
 def load_draft_models(
-    config: SpeculativeConfig, target: CompiledDecoder, load: LoadModel = auto.load
+    config: SpeculativeConfig, target: CompiledDecoder, load: LoadModel | None = None
 ) -> SpeculativeConfig:
     """Return the configuration with decoders in place of folders of draft models. Heads stay folders. Everything is
     checked before the first is loaded; errors as in `paceline.draft_checks.prepared`.
 
-    load  `paceline.auto.load`, possibly with a progress bar
+    load  loads a draft model; default: `paceline.build.load`
     """
+    load = load or partial(build.load, kind=CompiledDecoder)
 
     def loaded(leaf: DraftSpec) -> DraftSpec:
         return replace(leaf, value=load(leaf.value)) if isinstance(leaf.value, Loadable) else leaf

@@ -1,10 +1,15 @@
-"""Puts concrete parts together: from a target, a drafter and a configuration to an engine."""
+"""Puts concrete parts together: a checkpoint becomes a decoder; target, drafter and configuration an engine."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from math import prod
+from typing import TypeVar
 
+import torch
 from torch import nn
 
 from paceline.config import SpeculativeConfig
@@ -12,7 +17,14 @@ from paceline.core.acceptance.base import AcceptanceRule, keeps_tokens
 from paceline.core.errors import ConfigurationError
 from paceline.core.protocols import Drafter, TraceableDrafter
 from paceline.core.types import DraftShape
+from paceline.decoder import memory
+from paceline.decoder.backends.base import check_formats, make
+from paceline.decoder.backends.registry import BACKENDS
 from paceline.decoder.decoder import CompiledDecoder, ModelWithCache
+from paceline.decoder.models import registry
+from paceline.decoder.models.config import ModelConfig
+from paceline.decoder.parallel.sharding import Shard
+from paceline.decoder.weights.checkpoint import load_weights
 from paceline.draft.row_drafting import RowDrafter
 from paceline.draft_checks import check_trees
 from paceline.engine.adaptive import DraftLengthController, Pace
@@ -20,6 +32,7 @@ from paceline.engine.batch import RoundShape, Slot
 from paceline.engine.engine import Engine
 from paceline.engine.fit import DraftFit
 from paceline.engine.rounds import RoundPlan, Rounds
+from paceline.loadable import Loadable
 from paceline.target.verifier import CompiledVerifier
 
 log = logging.getLogger("paceline")
@@ -27,6 +40,52 @@ log = logging.getLogger("paceline")
 _UNDRAFTED_STEPS = 5
 """Plain steps in one graph while adaptive drafting pauses. More save little, and steps after the end of a sequence are
 wasted."""
+
+_A_THREAD = 1 << 26
+
+Decoder = TypeVar("Decoder", bound=CompiledDecoder)
+Progress = Callable[[int, int], None]
+
+
+def load(found: Loadable, progress: Progress | None = None, *, kind: type[Decoder]) -> Decoder:
+    """Load what was found to be loadable as a decoder of ``kind``; errors as of `AutoDecoder.from_pretrained`."""
+    folder, config, options = found.folder, found.config, found.options
+    assert folder is not None, "of a file"
+    shard = Shard(config, options.layout)
+    asked = options.load
+    backend = make(asked.backend, asked.tp_degree, asked.quantization, kv_cache_dtype=asked.kv_cache_dtype)
+    if not backend.device_state:  # its state stays in this machine's memory
+        memory.check_cache(shard, options, memory.machine_bytes())
+    with _few_threads(config):
+        weights = load_weights(
+            folder,
+            config,
+            options.dtype,
+            progress=progress,
+            shard=shard,
+            quantization=asked.quantization,
+            modules_to_not_convert=asked.modules_to_not_convert,
+            blocks=BACKENDS[asked.backend].blocks,
+        )
+        check_formats(asked.backend, weights.values())
+        decoder = kind(config, options, weights, backend=backend)
+    backend.attach(decoder.body, os.fspath(folder))
+    decoder.folder = folder
+    return decoder
+
+
+@contextmanager
+def _few_threads(config: ModelConfig) -> Iterator[None]:
+    """Load with one thread per `_A_THREAD` numbers: with small tensors, threads wait longer than they compute, and idle
+    ones spin.
+    """
+    usual = torch.get_num_threads()
+    numbers = sum(prod(spec.shape) for spec in registry.family(config.model_type).tensors(config).values())
+    torch.set_num_threads(min(usual, 1 + numbers // _A_THREAD))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(usual)
 
 
 def engine(

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from paceline import build, warmup
-from paceline.auto import SamplingDecoder
 from paceline.auto_drafter import make_drafter
 from paceline.config import SpeculativeConfig
 from paceline.core.drafter_statistics import DrafterCounts
@@ -254,10 +253,6 @@ class SpeculativeGenerator:
                 yield statistics, note_drafters
             finally:
                 note_drafters()
-
-
-Sampler = SpeculativeGenerator | SamplingDecoder
-"""Continues prompts."""
 
 
 Item = TypeVar("Item")

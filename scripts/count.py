@@ -1,43 +1,55 @@
 """Counts how long the way through the package is: the targets of the architecture, by tracing a tiny random pair.
 
     python scripts/count.py             prints a table, and a JSON object on the last line
+    python scripts/count.py --check     exits with 1 if a count is above its bound in `BOUNDS`; `make check` runs it
 
 A model of two layers and a draft of one, with random weights, decode on the eager backend while every call of a
 function of the package is recorded:
 
-    set-up        distinct functions, and their files, between a call of `sample` and the first call of a compiled step.
-                  The same call was made before, so that what is done once is not counted
+    generate      distinct functions, and their files, of `paceline generate`, up to the first call of a compiled step
+    sample        the same of a call of `sample`. The same call was made before: what is done once is not counted
     steady round  calls of functions per round outside of the steps: the difference between a long and a
                   short text, over the rounds by which they differ; fused, plain (nothing is drafted, one step a round)
                   and of a text drafter (n-grams)
     named types   classes of the package that are constructed, or whose methods run, in a call outside of the steps
+    request       functions, and their files, between a POST of /v1/completions and the engine's queue: HTTP, router,
+                  replica and server in one process, without Ray
+    answer        the same from there to the last byte of the stream, without the engine's thread
+    package       files, lines, classes, protocols and types of options, read from the code
     serve         processes of `paceline serve` for a target without a remote draft, read from the code
     extending     lines of Python in each complete example of docs/extending (one file), and the rows they add
 
-Only the public API is used, so that the script counts any commit alike. Not a benchmark: no time is measured.
+Not a benchmark: no time is measured.
 """
 
 from __future__ import annotations
 
 import ast
+import asyncio
 import json
 import re
 import sys
 import tempfile
+import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
+from inspect import CO_OPTIMIZED
+from io import StringIO
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import paceline
 
 ROOT = Path(paceline.__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from scripts.structure import PARTS  # noqa: E402
+from tests.serving.small_vocabulary import letters  # noqa: E402
+
 STEP = "eager_step.<locals>.run"
 """Where a step begins: what runs inside of it would run on the device."""
 
@@ -46,6 +58,20 @@ PROMPT = [5, 9, 5, 9, 5]
 SHORT, LONG = 21, 101
 BEFORE = 12
 """Calls before the one that is traced: all is built, and it is known whether the drafter fits the target."""
+
+SUBMIT = "SharedEngine.submit"
+"""Where a request comes to the engine."""
+
+REQUESTS = 5
+"""Requests that are traced: which of two tasks goes first may differ in each."""
+
+BOUNDS: dict[str, float] = {
+    "generate: functions": 365, "generate: files": 70,
+    "sample: functions": 47, "sample: files": 13, "sample: types": 27,
+    "round, fused: calls": 10, "round, plain: calls": 9, "round, text: calls": 16,
+    "request: functions": 71, "request: files": 18, "answer: functions": 61, "answer: files": 14,
+}  # fmt: skip
+"""The most that each count may be. Lower one when you have made the way shorter; never raise one."""
 
 
 @dataclass
@@ -61,20 +87,41 @@ class Trace:
     types: set[str] = field(default_factory=set)
     first_step: int | None = None
 
-    def setup(self) -> dict[str, object]:
-        """Distinct functions before the first call of a step, and their files."""
-        before = dict.fromkeys(self.calls[: self.first_step])
-        files = sorted({file for file, _ in before})
-        return {"functions": len(before), "files": len(files), "names": [f"{file}:{name}" for file, name in before]}
+    def setup(self) -> Way:
+        """Distinct functions before the first call of a step."""
+        return Way(dict.fromkeys(self.calls[: self.first_step]))
+
+
+@dataclass(frozen=True)
+class Way:
+    """Distinct functions that were called, in order."""
+
+    calls: dict[tuple[str, str], None]
+
+    @property
+    def functions(self) -> int:
+        return len(self.calls)
+
+    @property
+    def files(self) -> int:
+        return len({file for file, _ in self.calls})
+
+    @property
+    def names(self) -> list[str]:
+        return [f"{file}:{name}" for file, name in self.calls]
 
 
 @contextmanager
 def traced() -> Iterator[Trace]:
-    """Record the calls inside of the block."""
+    """Record the calls inside of the block, in this thread and in those that asyncio starts in it."""
     trace, inside = Trace(), [0]  # how many frames of a step are open
+    main = threading.current_thread()
 
     def record(frame: FrameType, event: str, _argument: Any) -> None:
         if event not in ("call", "return"):
+            return
+        thread = threading.current_thread()
+        if thread is not main and not thread.name.startswith("asyncio"):
             return
         file = frame.f_code.co_filename
         if frame.f_code.co_qualname == STEP:
@@ -85,11 +132,13 @@ def traced() -> Iterator[Trace]:
         elif event == "call" and not inside[0]:
             note(trace, frame)
 
+    threading.setprofile(record)
     sys.setprofile(record)
     try:
         yield trace
     finally:
         sys.setprofile(None)
+        threading.setprofile(None)
 
 
 def note(trace: Trace, frame: FrameType) -> None:
@@ -98,8 +147,10 @@ def note(trace: Trace, frame: FrameType) -> None:
     owner = type_of(frame)
     if owner is not None:
         trace.types.add(owner)
-    # Comprehensions and generator expressions are lines of their function; generated constructors have no file.
-    if str(frame.f_globals.get("__name__")).startswith("paceline") and "<" not in code.co_name + code.co_filename:
+    # Comprehensions and generator expressions are lines of their function; generated constructors have no file. What
+    # runs when a module is loaded, as bodies of classes do, is no function.
+    named = "<" not in code.co_name + code.co_filename and code.co_flags & CO_OPTIMIZED
+    if named and str(frame.f_globals.get("__name__")).startswith("paceline"):
         trace.calls.append((relative(code.co_filename), name_of(frame)))
 
 
@@ -124,8 +175,12 @@ def relative(file: str) -> str:
 
 def save_model(folder: Path, layers: int) -> Path:
     """A small random checkpoint."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(0)
-    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    tokenizer = letters("")
+    tokenizer.save_pretrained(folder)
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
     config = LlamaConfig(
         **sizes, num_hidden_layers=layers, max_position_embeddings=256, bos_token_id=None, eos_token_id=None
     )
@@ -133,26 +188,66 @@ def save_model(folder: Path, layers: int) -> Path:
     return folder
 
 
-def count_calls() -> dict[str, object]:
-    """Everything that is counted by tracing."""
+def trace_generate(target: Path, draft: Path) -> Way:
+    """Functions of the command up to its first step."""
+    arguments = ["--target", str(target), "--draft", str(draft), "--prompt", "abab", "--max-new-tokens", "8"]
+    with redirect_stdout(StringIO()), traced() as trace:
+        from paceline.cli.main import app
+
+        app(["generate", *arguments, "--backend", "eager", "--amp", "f32"], standalone_mode=False)
+    return trace.setup()
+
+
+def count_calls() -> dict[str, Any]:
+    """Everything that is counted by tracing; the command first, which loads what the others use."""
     with tempfile.TemporaryDirectory() as folder:
-        models = [
-            paceline.AutoDecoder.from_pretrained(
-                save_model(Path(folder) / name, layers), n_positions=256, amp="f32", backend="eager"
-            )
-            for name, layers in (("target", 2), ("draft", 1))
-        ]
-        target, draft = models
+        places = [save_model(Path(folder) / name, layers) for name, layers in (("target", 2), ("draft", 1))]
+        generate = trace_generate(*places)
+        target, draft = (
+            paceline.AutoDecoder.from_pretrained(place, n_positions=256, amp="f32", backend="eager") for place in places
+        )
         makers = {"fused": (draft, 4), "plain": (None, 0), "text": ("ngram", 4)}
         made = {mode: paceline.SpeculativeGenerator(source, target, k=k) for mode, (source, k) in makers.items()}
         modes = {mode: trace_rounds(generator) for mode, generator in made.items()}
+        request, answer = asyncio.run(trace_request(made["fused"]))
     short, long, _ = modes["fused"]
-    types = sorted(long.types)
     return {
-        "setup": short.setup(),
-        "steady_round": {mode: per_round(*traces) for mode, traces in modes.items()},
-        "named_types": {"count": len(types), "names": types},
+        "ways": {"generate": generate, "sample": short.setup(), "request": request, "answer": answer},
+        "rounds": {mode: per_round(*traces) for mode, traces in modes.items()},
+        "types": sorted(long.types),
     }
+
+
+async def trace_request(generator: paceline.SpeculativeGenerator) -> tuple[Way, Way]:
+    """Functions of streamed requests up to the engine's queue, and of their answers."""
+    import httpx2
+
+    from paceline.serving.api import create_app
+    from paceline.serving.model_server import ModelServer
+    from paceline.serving.router import ModelCard
+    from paceline.serving.serve_router import ServeRouter
+    from paceline.serving.settings import ApiSettings
+    from paceline.workers.shared_engine import SharedEngine
+    from tests.serving.replicas import BareReplica, LocalHandle
+
+    server = ModelServer(letters(""), SharedEngine(generator), generator.limits, card=ModelCard("m", 0, 256))
+    router = ServeRouter({"m": LocalHandle("m", {"m": BareReplica(server)})})
+    over = httpx2.ASGITransport(app=create_app(router, ApiSettings(page=False, access_log=False)))
+    body = {"model": "m", "prompt": "abab", "max_tokens": 8, "seed": 5, "stream": True}
+    request, answer = dict[tuple[str, str], None](), dict[tuple[str, str], None]()
+    with traced() as trace:
+        async with httpx2.AsyncClient(transport=over, base_url="http://here") as client:
+            for number in range(1 + REQUESTS):
+                for _ in range(50):  # what the last request left to the loop comes to its end
+                    await asyncio.sleep(0)
+                trace.calls.clear()
+                (await client.post("/v1/completions", json=body)).raise_for_status()
+                names = [name for _, name in trace.calls]
+                if number:  # the first makes what the others find
+                    begun = 1 + names.index(SUBMIT)
+                    request |= dict.fromkeys(trace.calls[:begun])
+                    answer |= dict.fromkeys(trace.calls[begun:])
+    return Way(request), Way(answer)
 
 
 def trace_rounds(generator: paceline.SpeculativeGenerator) -> tuple[Trace, Trace, int]:
@@ -204,29 +299,62 @@ def is_code(line: str) -> bool:
     return bool(line.strip()) and not line.strip().startswith("#")
 
 
-def main() -> None:
-    """Print the counts."""
-    counts: dict[str, Any] = {**count_calls(), "serve": serve_processes(ROOT), "extending": extending(ROOT)}
-    steady = counts["steady_round"]
+def package(root: Path) -> dict[str, int]:
+    """Sizes of the package's Python."""
+    files = [path for folder in PARTS for path in (root / folder).rglob("*.py")]
+    texts = [path.read_text(encoding="utf-8") for path in files]
+    classes = [node for text in texts for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)]
+    protocols = [one for one in classes if any(ast.unparse(base).startswith("Protocol") for base in one.bases)]
+    return {
+        "files": len(files),
+        "lines": sum(len(text.splitlines()) for text in texts),
+        "classes": len(classes),
+        "protocols": len(protocols),
+        "options": sum(one.name.endswith("Options") for one in classes),
+    }
+
+
+def bounded(counts: dict[str, Any]) -> dict[str, float]:
+    """The counts that have bounds, by their names."""
+    found: dict[str, float] = {}
+    for name, way in counts["ways"].items():
+        found |= {f"{name}: functions": way.functions, f"{name}: files": way.files}
+    found |= {f"round, {mode}: calls": one["calls"] for mode, one in counts["rounds"].items()}
+    return {**found, "sample: types": len(counts["types"])}
+
+
+def check(found: dict[str, float]) -> int:
+    """Say which counts are above their bounds, and which bounds can be lowered. -> exit status"""
+    above = [name for name, count in found.items() if count > BOUNDS[name]]
+    for name in above:
+        print(f"scripts/count.py: {name}: {found[name]}, at most {BOUNDS[name]}; `python scripts/count.py` names them")
+    for name in found:
+        if found[name] < BOUNDS[name]:
+            print(f"scripts/count.py: {name}: {found[name]} now, which is less; lower its bound of {BOUNDS[name]}")
+    return 1 if above else 0
+
+
+def main() -> int:
+    """Print the counts, or compare them with their bounds."""
+    counts = count_calls()
+    if "--check" in sys.argv[1:]:
+        return check(bounded(counts))
     for title, names in (
-        ("set-up: functions before the first call of a step", counts["setup"]["names"]),
-        *((f"steady round, {mode}: calls outside of the steps", one["names"]) for mode, one in steady.items()),
-        ("named types", counts["named_types"]["names"]),
+        *((f"{name}: functions", way.names) for name, way in counts["ways"].items()),
+        *(
+            (f"steady round, {mode}: calls outside of the steps", one["names"])
+            for mode, one in counts["rounds"].items()
+        ),
+        ("named types", counts["types"]),
     ):
         print(f"\n{title}")
         for name in names:
             print(f"  {names[name]:6.2f}  {name}" if isinstance(names, dict) else f"  {name}")
     print()
-    totals = {
-        "setup_functions": counts["setup"]["functions"],
-        "setup_files": counts["setup"]["files"],
-        "calls_per_round": {mode: one["calls"] for mode, one in steady.items()},
-        "named_types": counts["named_types"]["count"],
-        "serve_processes": counts["serve"],
-        "extending": counts["extending"],
-    }
-    print(json.dumps(totals))
+    of_code = {"package": package(ROOT), "serve": serve_processes(ROOT), "extending": extending(ROOT)}
+    print(json.dumps({**bounded(counts), **of_code}))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -6,9 +6,10 @@ Reads the sources and never imports them. It is no linter. Prints `file:line: me
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT_PACKAGE = "paceline"
@@ -59,6 +60,13 @@ NOT_IMPORTED = {"cli": "orchestrator/cli/"}
 LATE = {"neuron": ("orchestrator/cli/", "orchestrator/checks/")}
 # Tables, which import no more than core and may be read by everybody who names them.
 TABLES = frozenset({"neuron.chips"})
+# Tables whose rows name modules of parts that their file may not import.
+ROWS: dict[str, tuple[str, ...]] = {
+    "decoder/backends/registry.py": ("neuron",),
+    "placement/cluster/roles.py": ("workers",),
+}
+# A family's row builds its network in a function, so that reading a configuration loads no PyTorch.
+MAY_CLOSE_A_CIRCLE = frozenset({"decoder/models/family.py", "decoder/models/families_gemma.py"})
 
 # Other people's packages at the top of a module. In a function anything goes, but for core and for what FENCED names.
 EAGER: dict[str, frozenset[str]] = {
@@ -82,6 +90,8 @@ MAX_PARAMETERS = 8
 MAX_POSITIONAL = 3
 MAX_STATE = 8  # attributes that a class assigns after its constructor
 
+MODULE = re.compile(rf"{ROOT_PACKAGE}(\.[a-z_]\w*)+(:\w+)?")
+
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -99,11 +109,16 @@ class Violation:
 
 @dataclass(frozen=True, slots=True)
 class Import:
-    """One imported dotted name; lazy when it runs only inside a function or for the type checker."""
+    """One imported dotted name.
+
+    lazy    it is imported inside a function or for the type checker only
+    typing  for the type checker only
+    """
 
     name: str
     line: int
     lazy: bool
+    typing: bool = False
 
 
 def sources(root: Path, folders: tuple[str, ...]) -> Iterator[tuple[str, str, ast.Module]]:
@@ -128,7 +143,8 @@ def imports_of(node: ast.AST, *, lazy: bool = False) -> Iterator[Import]:
         elif isinstance(child, ast.Call) and (name := dynamic_import(child)):
             yield Import(name, child.lineno, lazy)
         elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
-            yield from imports_of(ast.Module(body=child.body, type_ignores=[]), lazy=True)
+            for item in imports_of(ast.Module(body=child.body, type_ignores=[]), lazy=True):
+                yield replace(item, typing=True)
             yield from imports_of(ast.Module(body=child.orelse, type_ignores=[]), lazy=lazy)
             continue
         yield from imports_of(child, lazy=lazy or isinstance(child, Function | ast.Lambda))
@@ -141,6 +157,13 @@ def dynamic_import(call: ast.Call) -> str | None:
         return None
     value = call.args[0].value if isinstance(call.args[0], ast.Constant) else None
     return value if isinstance(value, str) else None
+
+
+def named_modules(tree: ast.Module) -> Iterator[Import]:
+    """Modules that strings name, as rows of tables do: "paceline.a.b" and "paceline.a.b:name"."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and MODULE.fullmatch(node.value):
+            yield Import(node.value.replace(":", "."), node.lineno, lazy=True)
 
 
 def part_of(name: str) -> str:
@@ -164,7 +187,51 @@ def check_imports(root: Path) -> list[Violation]:
                 message = foreign_import(file, item)
             if message:
                 found.append(Violation(file, item.line, message))
-    return found
+        if file.split("/")[0] in PARTS:
+            rows = tuple(f"{ROOT_PACKAGE}.{part}" for part in ROWS.get(file, ()))
+            for item in named_modules(tree):
+                if not any(is_within(item.name, row) for row in rows) and (message := own_import(file, item)):
+                    found.append(Violation(file, item.line, message))
+    return list(dict.fromkeys(found))
+
+
+def check_circles(root: Path) -> list[Violation]:
+    """Modules that import each other, at their top or in functions."""
+    files = {module_of(file): file for file, _, _ in sources(root, tuple(PARTS))}
+    graph: dict[str, dict[str, int]] = {}
+    for file, _, tree in sources(root, tuple(PARTS)):
+        graph[file] = {}
+        for item in imports_of(tree):
+            name = item.name
+            while name not in files and "." in name:
+                name = name.rpartition(".")[0]
+            late = item.typing or (item.lazy and file in MAY_CLOSE_A_CIRCLE)
+            if name in files and files[name] != file and name != ROOT_PACKAGE and not late:
+                graph[file].setdefault(files[name], item.line)
+    reached = {file: reachable(graph, file) for file in graph}
+    return [
+        Violation(file, line, f"a circle of imports: {other} comes back to this file")
+        for file, imported in graph.items()
+        for other, line in imported.items()
+        if file in reached[other]
+    ]
+
+
+def reachable(graph: dict[str, dict[str, int]], start: str) -> set[str]:
+    """The file and every file that it imports, itself or through others."""
+    seen, open_ = {start}, [start]
+    while open_:
+        for other in graph[open_.pop()]:
+            if other not in seen:
+                seen.add(other)
+                open_.append(other)
+    return seen
+
+
+def module_of(file: str) -> str:
+    """The module's name: draft/ngram.py -> paceline.draft.ngram, orchestrator/auto.py -> paceline.auto."""
+    parts = file.removesuffix(".py").removesuffix("/__init__").split("/")
+    return ".".join([ROOT_PACKAGE, *(parts[1:] if parts[0] == ROOT_FOLDER else parts)])
 
 
 def own_import(file: str, item: Import) -> str | None:
@@ -314,7 +381,7 @@ def keeps_its_parameters(file: str, function: Function) -> bool:
 
 def check(root: Path) -> list[Violation]:
     """Every rule, over the whole tree."""
-    return sorted({*check_imports(root), *check_environment(root), *check_sizes(root)})
+    return sorted({*check_imports(root), *check_circles(root), *check_environment(root), *check_sizes(root)})
 
 
 def main() -> int:

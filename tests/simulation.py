@@ -18,7 +18,7 @@ def simulated(locks: str) -> Iterator[object]:
     ray = pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
-    from paceline.placement.cluster.actors import NAMESPACE
+    from paceline.placement.cluster.nodes import NAMESPACE
 
     system = {"health_check_period_ms": 300, "health_check_failure_threshold": 3, "health_check_initial_delay_ms": 0}
     node = {"num_cpus": 1, "resources": {"neuron_cores": CORES}, "object_store_memory": STORE}

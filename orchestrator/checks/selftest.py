@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.auto import AutoDecoder, SamplingDecoder
+from paceline.auto import AutoDecoder, Sampler, SamplingDecoder
 from paceline.checks import doctor
 from paceline.checks.findings import Finding
 from paceline.core import noise
@@ -30,7 +30,7 @@ from paceline.decoder.backends.base import Graph, make
 from paceline.decoder.backends.registry import BACKENDS
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.graph_key import GraphKey
-from paceline.generator import Sampler, SpeculativeGenerator
+from paceline.generator import SpeculativeGenerator
 from paceline.outputs import GenerationResult
 
 VOCABULARY, POSITIONS = 512, 256

@@ -2,8 +2,8 @@
 
 The engine uses it as an ordinary drafter: each round sends one message and gets one back. If anything fails, the round
 continues without a proposal, so its tokens are those of plain decoding. The process is restarted in the background,
-reads the sequences again, and is then used again. See also: processes (`process`, `cluster.actors`), reconnecting
-(`reconnect`), the other end (`server`).
+reads the sequences again, and is then used again. See also: processes (`process`, `cluster.replica_group`),
+reconnecting (`reconnect`), the other end (`server`).
 """
 
 from __future__ import annotations

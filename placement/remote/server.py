@@ -2,7 +2,7 @@
 
 Every target has its own drafter object, and so its own state; the process serves one message at a time. Turns are fair:
 the target that has used the least time is next, so that a busy one cannot starve the others. See also: how the process
-is started (`process`, `cluster.actors`), and how a target handles its failure (`drafter`).
+is started (`process`, `cluster.replica_group`), and how a target handles its failure (`drafter`).
 """
 
 from __future__ import annotations

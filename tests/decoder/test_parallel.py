@@ -138,7 +138,7 @@ def test_a_rank_reads_only_its_shard_of_the_file(workshop: Workshop, monkeypatch
 def test_impossible_degrees_are_rejected_before_anything_is_read(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch, degree: int, gqa: str | None, words: str
 ) -> None:
-    monkeypatch.setattr("paceline.auto.load_weights", None)
+    monkeypatch.setattr("paceline.build.load_weights", None)
     monkeypatch.setattr("paceline.decoder.backends.eager.shared", None)
     with pytest.raises(ConfigurationError, match=words):
         AutoDecoder.from_pretrained(workshop.checkpoint(), backend="eager", tp_degree=degree, group_query_attention=gqa)

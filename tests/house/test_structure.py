@@ -100,6 +100,8 @@ def size_messages(root: Path, file: str, text: str) -> list[str]:
         ),
         ("orchestrator/warmup.py", "from paceline.draft import X", "orchestrator/warmup.py may not"),
         ("tests/core/test_a.py", "from .fakes import X", "relative import"),
+        ("target/a.py", 'MAKER = "paceline.draft.ngram:NgramDrafter"', "target/ may not import paceline.draft.ngram"),
+        ("decoder/a.py", 'MAKER = "paceline.neuron.backend:X"', "paceline.neuron.backend.X is imported by"),
     ],
 )
 def test_a_wrong_import_is_found(tmp_path: Path, file: str, text: str, words: str) -> None:
@@ -119,7 +121,7 @@ def test_a_wrong_import_is_found(tmp_path: Path, file: str, text: str, words: st
         ("draft/a.py", "from paceline.decoder.config import X"),
         ("neuron/a.py", "from paceline.decoder.steps import X\nfrom paceline.neuron.sdk import Y"),
         ("orchestrator/cli/a.py", "def f():\n    from paceline.neuron.sdk import X"),
-        ("placement/cluster/actors.py", "import ray"),
+        ("placement/cluster/nodes.py", "import ray"),
         ("placement/planning/a.py", "from paceline.decoder.models.config import X\nfrom paceline.config import Y"),
         ("orchestrator/cli/a.py", "from paceline.cli.options import X\nfrom paceline.placement import Y"),
         ("orchestrator/warmup.py", "from paceline.decoder.decoder import X"),
@@ -129,10 +131,24 @@ def test_a_wrong_import_is_found(tmp_path: Path, file: str, text: str, words: st
         ("orchestrator/engine/engine.py", "from paceline.outputs import RequestOutput"),
         ("tests/core/test_a.py", "import numpy\nfrom orchestrator import X"),
         ("examples/heads.py", "import heads"),
+        ("decoder/backends/registry.py", 'MAKER = "paceline.neuron.backend:X"'),
+        ("eagle/a.py", 'WORDS = "see paceline.draft.ngram"'),
     ],
 )
 def test_an_allowed_import_passes(tmp_path: Path, file: str, text: str) -> None:
     assert import_messages(tmp_path, file, text) == []
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_circle_of_imports_is_found(tmp_path: Path, late: bool) -> None:
+    """Also one that a function closes; an import for the type checker closes none."""
+    typing = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from paceline.core.a import A"
+    files = {"core/a.py": "from paceline.core import b", "core/b.py": "import paceline.core.c", "core/c.py": typing}
+    assert structure.check_circles(plant(tmp_path, files)) == []
+    closing = "def f():\n    from paceline.core.a import A" if late else "from paceline.core.a import A"
+    found = structure.check_circles(plant(tmp_path, {"core/c.py": closing}))
+    assert [one.file for one in sorted(found)] == ["core/a.py", "core/b.py", "core/c.py"]
+    assert "core/b.py comes back to this file" in found[0].message
 
 
 def test_the_message_names_the_line(tmp_path: Path) -> None:

@@ -292,7 +292,7 @@ def test_degrees_the_chip_lacks_are_rejected_before_anything_is_read(
     workshop: Workshop, install: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(target="trn1")
-    monkeypatch.setattr("paceline.auto.load_weights", None)
+    monkeypatch.setattr("paceline.build.load_weights", None)
     with pytest.raises(BackendError, match=r"tp_degree: expected .* on trn1, got 4"):
         AutoDecoder.from_pretrained(workshop.checkpoint(), backend="neuron", tp_degree=4)
 

@@ -12,7 +12,7 @@ pytest.importorskip("ray")
 
 from paceline.core.errors import ChannelError, ConfigurationError, WorkerError
 from paceline.placement import INSTANCES, FaultPolicy, plan
-from paceline.placement.cluster import actors
+from paceline.placement.cluster import replica_group
 from paceline.placement.cluster.worker_spec import Location, WorkerSpec, worker_specs
 from paceline.placement.remote.channel import Address, connect
 from tests.placement.wishes import model
@@ -31,15 +31,15 @@ def test_only_the_first_start_of_a_draft_worker_raises(
     spec: WorkerSpec, restarted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     context, paused = SimpleNamespace(was_current_actor_reconstructed=restarted), list[float]()
-    monkeypatch.setattr(actors.ray, "get_runtime_context", lambda: context)
-    monkeypatch.setattr(actors, "sleep", paused.append)
+    monkeypatch.setattr(replica_group.ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(replica_group, "sleep", paused.append)
 
     def end(code: int) -> None:
         raise SystemExit(code)
 
-    monkeypatch.setattr(actors.os, "_exit", end)
+    monkeypatch.setattr(replica_group.os, "_exit", end)
     with pytest.raises(SystemExit if restarted else WorkerError):
-        actors.DraftWorker(spec)
+        replica_group.DraftWorker(spec)
     assert len(paused) == restarted, "a process that ends at once would be started without a pause"
 
 
@@ -56,11 +56,11 @@ def test_a_draft_worker_binds_its_address_before_loading(spec: WorkerSpec, monke
             connect(address, b"secret", seconds=1)
         raise ConfigurationError("it has no weights")
 
-    monkeypatch.setattr(actors.environment, "check", lambda _: None)
-    monkeypatch.setattr(actors, "take_cores", lambda _: None)
-    monkeypatch.setattr(actors, "maker", lambda _: load)
+    monkeypatch.setattr(replica_group.environment, "check", lambda _: None)
+    monkeypatch.setattr(replica_group, "take_cores", lambda _: None)
+    monkeypatch.setattr(replica_group, "maker", lambda _: load)
     monkeypatch.setattr(
-        actors.ray, "get_runtime_context", lambda: SimpleNamespace(was_current_actor_reconstructed=False)
+        replica_group.ray, "get_runtime_context", lambda: SimpleNamespace(was_current_actor_reconstructed=False)
     )
     with pytest.raises(ConfigurationError, match="it has no weights"):
-        actors.DraftWorker(replace(spec, address=address))
+        replica_group.DraftWorker(replace(spec, address=address))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from paceline.core.errors import WorkerError
-from paceline.placement.cluster.actors import ActorSupervisor
+from paceline.placement.cluster.replica_group import ActorSupervisor
 from paceline.placement.host import processes
 from paceline.placement.host.core_locks import CoreLocks
 from paceline.placement.host.environment import private
