@@ -45,7 +45,6 @@ LONG = (
     "tests/decoder/test_sampling_kinds.py",
     "tests/experiments/test_run.py",
     "tests/contract/test_contract.py",
-    "tests/decoder/test_export.py",
     "tests/neuron/test_backend.py",
     "tests/serving/test_service_files.py",
     "tests/decoder/test_load_memory.py",
