@@ -26,7 +26,6 @@ RAY = (
 LONG = (
     "tests/equality/test_matrix.py",
     "tests/decoder/test_ranks.py",
-    "tests/decoder/test_family_modes.py",
     "tests/smollm2/test_modes.py",
     "tests/target/test_table_laws.py",
     "tests/target/test_three_ids.py",
@@ -39,16 +38,15 @@ LONG = (
     "tests/placement/test_remote.py",
     "tests/decoder/test_team.py",
     "tests/cli/test_cli.py",
-    "tests/equality/test_demo.py",
     "tests/decoder/test_families.py",
     "tests/decoder/test_gguf.py",
     "tests/decoder/test_sampling_kinds.py",
     "tests/experiments/test_run.py",
     "tests/contract/test_contract.py",
-    "tests/decoder/test_export.py",
     "tests/neuron/test_backend.py",
     "tests/serving/test_service_files.py",
     "tests/decoder/test_load_memory.py",
+    "tests/decoder/test_family_modes.py",
     "tests/neuron/test_round_cost.py",
     "tests/neuron/test_lowering.py",
     "tests/neuron/test_noise_record.py",
@@ -61,6 +59,9 @@ LONG = (
     "tests/neuron/test_install.py",
     "tests/decoder/test_coded.py",
     "tests/draft/test_mtp.py",
+    "tests/eagle/test_learning.py",
+    "tests/decoder/test_buckets.py",
+    "tests/docs/test_results.py",
 )
 """The other files that take long, the longest first."""
 

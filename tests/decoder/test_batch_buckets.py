@@ -17,7 +17,7 @@ from paceline.draft.base import TextDrafter
 from tests.decoder import batched
 from tests.decoder.tiny import Workshop, fresh
 
-FEW = ("several plain steps", "model, two graphs", "model, of several lengths", "medusa", "eagle 3, dynamic tree")
+FEW = ("several plain steps", "model, of several lengths", "eagle 3, dynamic tree")
 """What `make test` asks; the equality matrix has all drafters on graphs for 1, 2 and 4 slots."""
 
 

@@ -61,10 +61,9 @@ def test_no_window_crosses_the_border_of_a_bucket(workshop: Workshop, monkeypatc
     assert guard.kv_buckets == {16, 32, 64}
 
 
-@pytest.mark.parametrize("fused", [None, False])
-@pytest.mark.parametrize(("k", "exact"), [(3, True), ((0, 1, 3), True), ((0, 1, 3), False)])
+@pytest.mark.parametrize(("k", "exact", "fused"), [(3, True, None), ((0, 1, 3), True, False), ((0, 1, 3), False, None)])
 def test_compile_makes_the_graphs_of_every_bucket(
-    workshop: Workshop, k: int | tuple[int, ...], exact: bool, fused: bool
+    workshop: Workshop, k: int | tuple[int, ...], exact: bool, fused: bool | None
 ) -> None:
     """A prompt of each length, and texts up to the last position, at any temperature: no graph is made any more."""
     draft, target = (

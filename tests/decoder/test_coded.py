@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from paceline import AutoDecoder, SpeculativeGenerator
+from paceline import AutoDecoder
 from paceline.auto import SamplingDecoder
 from paceline.core.errors import CheckpointError, MissingWeightsError, UnknownArchitectureError, WeightValueError
 from paceline.decoder.models.config import ModelConfig
@@ -314,18 +314,6 @@ def test_a_packed_checkpoint_equals_its_dequantised_model(tmp_path: Path, kind: 
             for name, tensor in floats(loaded).items():
                 other = expected[name]
                 assert isinstance(other, Tensor) and torch.equal(tensor, other), name
-
-
-@pytest.mark.parametrize(
-    "kind", ["gptq", "awq", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("packed 8 bits", "block fp8"))]
-)
-def test_speculation_on_a_packed_checkpoint_keeps_the_tokens(tmp_path: Path, kind: str) -> None:
-    made, meant = save(tmp_path, kind)
-    target, wishes = load(made), {"max_new_tokens": 20, "do_sample": True, "seed": 3}
-    expected = load(meant).sample(PROMPTS, **wishes)
-    assert torch.equal(target.sample(PROMPTS, **wishes), expected)
-    for draft in (load(meant, quantization="q4_0"), "ngram"):
-        assert torch.equal(SpeculativeGenerator(draft, target, k=3).sample(PROMPTS, **wishes), expected)
 
 
 def test_a_packed_checkpoint_loads_in_another_format(tmp_path: Path) -> None:

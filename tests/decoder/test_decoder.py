@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from paceline import AutoDecoder, SpeculativeGenerator
@@ -17,8 +15,6 @@ from paceline.auto import SamplingDecoder
 from paceline.core.errors import (
     ConfigurationError,
     DecoderBusyError,
-    MissingWeightsError,
-    WeightValueError,
 )
 from paceline.decoder import steps
 from tests.decoder.tiny import POSITIONS, VOCABULARY, Workshop, network
@@ -104,26 +100,6 @@ def test_invalid_options_are_rejected_with_the_possible_values(
 
 
 # ---- checkpoints that cannot be used: refused while loading, before anything is compiled
-
-
-@pytest.mark.parametrize("backend", ["eager", "native"])
-def test_nan_weights_are_rejected(tmp_path: Path, backend: str) -> None:
-    network(layers=1).save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    tensors = load_file(file)
-    tensors["model.norm.weight"][3] = float("nan")
-    save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(WeightValueError, match=r"model\.norm\.weight contains NaN"):
-        loaded(tmp_path, backend=backend)
-
-
-@pytest.mark.parametrize("backend", ["eager", "native"])
-def test_a_truncated_file_is_rejected(tmp_path: Path, backend: str) -> None:
-    network(layers=1).save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    os.truncate(file, file.stat().st_size - 100)
-    with pytest.raises(MissingWeightsError, match="download the file again"):
-        loaded(tmp_path, backend=backend)
 
 
 def test_progress_is_reported_while_weights_are_read(workshop: Workshop) -> None:

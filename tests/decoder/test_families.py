@@ -17,10 +17,14 @@ from paceline.decoder.json_fields import Fields
 from paceline.decoder.kernels.protocol import CachePosition, Tree
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.models.registry import MODEL_FAMILIES
-from tests.decoder.families import FAMILIES, POSITIONS, VOCABULARY, WINDOW, save_pair
+from tests.decoder.families import FAMILIES, NEAR, POSITIONS, VOCABULARY, WINDOW, save_pair
 
 TEXT = torch.randint(0, VOCABULARY, (2, 40), generator=torch.Generator().manual_seed(1))
 every_family = pytest.mark.parametrize("name", FAMILIES)
+every_choice = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.full if name in NEAR else ()) for name in FAMILIES]
+)
+"""Texts of families that make no choice of their own are decoded in full runs only; their logits always."""
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +80,7 @@ def test_family_logits_equal_those_of_transformers(folders: dict[str, tuple[Path
     torch.testing.assert_close(grown[:, [1, 3]], wanted(folder, way)[:, 31:], atol=1e-4, rtol=1e-4)
 
 
-@every_family
+@every_choice
 def test_plain_and_speculative_greedy_texts_equal_transformers(
     folders: dict[str, tuple[Path, Path]], name: str
 ) -> None:

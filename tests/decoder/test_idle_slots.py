@@ -4,51 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 import torch
 
-from paceline import SpeculativeGenerator
 from paceline.core.acceptance.match import Match
 from paceline.core.protocols import finish
 from paceline.core.sampling import IDLE_ROW, Sampling, sampling_tensors
 from paceline.core.types import PAD, Commit, DraftShape, Proposal, RoundLimits
-from paceline.decoder.native import ops
 from paceline.draft.model import ModelDrafter
 from paceline.draft.vocab_map import VocabMap
 from paceline.target.verifier import CompiledVerifier
 from tests.decoder.tiny import Workshop, fresh
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [2, 6, 5], [3, 5, 8, 9, 7, 9, 3, 2, 3], [7, 7], [1, 1, 2]]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_padding_rows_change_no_bit_of_a_matmul(dtype: torch.dtype) -> None:
-    kernels, generator = ops.Native(), torch.Generator().manual_seed(0)
-    x = torch.randn(16, 3, 40, generator=generator)
-    weight = torch.randn(72, 40, generator=generator).to(dtype)
-    whole = kernels.linear(x, weight)
-    for real in ([0] * 16, [0, 3] * 8, [3] + [0] * 15, [1, 2, 3, 0] * 4):
-        found = kernels.linear(x, weight, torch.tensor(real, dtype=torch.int32))
-        for line, count in enumerate(real):
-            assert torch.equal(found[line, :count], whole[line, :count]) and not bool(found[line, count:].any())
-
-
-@pytest.mark.parametrize("mode", ["plain", "model", "ngram:prompt_lookup_max=2"])
-def test_tokens_do_not_depend_on_other_requests(workshop: Workshop, mode: str) -> None:
-    """Requests of unequal lengths on four slots, which join and leave, and each of them as the only one on those four
-    slots.
-    """
-    target = fresh(workshop.checkpoint(), backend="native", batch_size=4)
-    draft = fresh(workshop.checkpoint("draft"), backend="native", batch_size=4) if mode == "model" else mode
-    made = SpeculativeGenerator(None if mode == "plain" else draft, target, k=4)
-    asked = {"max_new_tokens": 30, "do_sample": True, "temperature": 1.1, "eos_token_id": [4, 11]}
-    seeds = list(range(len(PROMPTS)))
-    together = made.sample(PROMPTS, seed=seeds, return_dict=True, **asked)  # type: ignore[call-overload]
-    for row, prompt in enumerate(PROMPTS):
-        alone = made.sample([prompt], seed=[row], **asked)[0].tolist()  # type: ignore[call-overload]
-        assert together.sequences[row, : together.lengths[row]].tolist() == alone
-    if mode == "model":  # drafts for a lone request are as good as among others
-        assert made.statistics.num_accepted_tokens > 0
 
 
 def test_an_idle_slot_is_neither_read_nor_written(workshop: Workshop) -> None:

@@ -1,4 +1,4 @@
-"""Models with a mixture of experts: which experts a row chooses, that no other is read, and bits at every width."""
+"""Models with a mixture of experts: which experts a row chooses. That no other is read: `test_native_experts`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from paceline import AutoDecoder
 from paceline.auto import SamplingDecoder
-from paceline.decoder import steps
 from paceline.decoder.kernels.torch_kernels import TorchKernels
 from paceline.decoder.models import registry
 from paceline.decoder.models.config import ModelConfig
@@ -21,9 +20,9 @@ from paceline.decoder.parallel.collectives import SingleRank
 from paceline.decoder.parallel.sharding import Shard
 from paceline.decoder.weights.checkpoint import load_weights
 from paceline.neuron.kernels import TraceableKernels
-from tests.decoder.families import VOCABULARY, save_pair
+from tests.decoder.families import save_pair
 
-CHUNK, LENGTH = 16, 16
+CHUNK = 16
 MIXTURES = ["mixtral", "qwen3 moe"]
 
 
@@ -41,53 +40,6 @@ def mixtures(model: nn.Module) -> list[MixtureOfExperts]:
     found = [one for one in model.modules() if isinstance(one, MixtureOfExperts)]
     assert found
     return found
-
-
-def read(decoder: SamplingDecoder, text: Tensor, width: int) -> Tensor:
-    """Logits of a text [B, LENGTH] that is read ``rows`` rows at a time."""
-    parts = []
-    for at in range(0, LENGTH, width):
-        start = torch.full((len(text),), at, dtype=torch.int32)
-        window = text[:, at : at + width].contiguous()
-        parts.append(steps.window(decoder, window, start, bucket=decoder.n_positions)[0].clone())
-    return torch.cat(parts, 1)
-
-
-def text_of(seed: int) -> Tensor:
-    return torch.randint(VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
-
-
-@pytest.mark.parametrize("amp", ["f32", "bf16"])
-def test_a_row_has_the_same_bits_at_every_width(folder: Path, amp: str) -> None:
-    decoder, text = load(folder, "native", amp), text_of(0)
-    expected = read(decoder, text, 1)
-    assert torch.equal(read(decoder, text, 4), expected)
-    beside = torch.stack((text[0], text_of(1)[1]))  # what the other slot holds chooses other experts
-    assert torch.equal(read(decoder, beside, 4)[0], expected[0])
-    for slot in range(2):
-        logits = steps.prefill(decoder, slot, text[slot].tolist())[0]
-        assert torch.equal(logits[0, 0], expected[slot, -1])
-
-
-@pytest.mark.parametrize("backend", ["eager", "native"])
-def test_an_inactive_expert_is_not_read_by_the_network(folder: Path, backend: str) -> None:
-    """Routers with equal scores choose the first experts; the weights of the others are NaN."""
-    decoder, text = load(folder, backend, "f32"), text_of(2)
-    for one in mixtures(decoder.body):
-        one.router.detach().zero_()
-    clean = read(decoder, text, 4)
-    for one in mixtures(decoder.body):
-        count, chosen = one.router.shape[0], 2
-        assert isinstance(one.experts, ChosenExperts)
-        for stack in (one.experts.gate_up, one.experts.down):
-            assert isinstance(stack, Tensor)
-            stack.detach().view(count, -1)[chosen:] = float("nan")
-    assert torch.equal(read(decoder, text, 4), clean)
-    assert clean.isfinite().all()
-    for one in mixtures(decoder.body):  # and the first ones are read
-        assert isinstance(one.experts, ChosenExperts) and isinstance(one.experts.down, Tensor)
-        one.experts.down.detach().view(one.router.shape[0], -1)[1] = float("nan")
-    assert read(decoder, text, 4).isnan().all()
 
 
 def test_router_ties_go_to_the_lowest_experts(folder: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from paceline import AutoDecoder
 from paceline.auto import SamplingDecoder
 from paceline.core.errors import ConfigurationError
-from paceline.decoder import memory, steps
+from paceline.decoder import memory
 from paceline.decoder.kernels import cache_rows
 from paceline.decoder.kernels.protocol import CachePosition, Tree
 from paceline.decoder.kernels.torch_kernels import TorchKernels
@@ -19,7 +19,6 @@ from tests.decoder import tiny
 
 FORMATS = list(cache_rows.CACHE_DTYPES)
 PROMPTS = [[5, 9, 13, 5, 9], [40, 2]]
-LONG = [(7 * i) % tiny.VOCABULARY for i in range(41)]  # three chunks
 
 
 @pytest.fixture(scope="module")
@@ -110,28 +109,6 @@ def test_a_model_on_two_ranks_gives_the_tokens_of_one(folder: Path) -> None:
         assert torch.equal(two.sample(PROMPTS, max_new_tokens=24), one.sample(PROMPTS, max_new_tokens=24))
     finally:
         two.close()
-
-
-@pytest.mark.parametrize("form", FORMATS)
-def test_logits_are_close_to_those_of_an_unquantised_cache(folder: Path, form: str) -> None:
-    """And differ from them: the cache is what attention reads, the keys of the window included."""
-    text, start = torch.tensor([LONG[:16]] * 2, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
-    narrow, wide = (
-        steps.window(one, text, start, bucket=one.n_positions)[0]
-        for one in (load(folder, amp="f32", kv_cache_dtype=form), load(folder, amp="f32"))
-    )
-    error = float((narrow - wide).abs().max() / wide.abs().max())
-    assert 0 < error < {"int8": 0.02, "fp8_e4m3": 0.1, "fp8_e5m2": 0.2}[form]
-
-
-def test_a_shared_prefix_is_copied_with_its_scales(folder: Path) -> None:
-    """The second request takes the rows of the first one's prompt and reads the rest."""
-    decoder = load(folder, amp="f32", kv_cache_dtype="int8")
-    together = decoder.sample([[*LONG, 3], [*LONG, 8]], max_new_tokens=12)
-    assert isinstance(together, torch.Tensor)
-    for row, end in zip(together.tolist(), (3, 8), strict=True):
-        alone = load(folder, amp="f32", kv_cache_dtype="int8").sample([[*LONG, end]], max_new_tokens=12)
-        assert isinstance(alone, torch.Tensor) and row == alone[0].tolist()
 
 
 def test_an_8_bit_cache_takes_less_memory_and_separate_graphs(folder: Path) -> None:

@@ -199,14 +199,6 @@ def test_steps_of_a_decoder_share_its_weights_and_cache(workshop: Workshop) -> N
     assert own & {one.untyped_storage().data_ptr() for one in held}
 
 
-def test_compile_makes_every_graph_ahead_of_its_use(workshop: Workshop) -> None:
-    draft, target = (fresh(workshop.checkpoint(role), backend="native", batch_size=4) for role in ("draft", "target"))
-    SpeculativeGenerator(draft, target, k=4).compile()
-    made = [dict(decoder._steps) for decoder in (draft, target)]
-    run(SpeculativeGenerator(draft, target, k=4), {"do_sample": True})
-    assert [decoder._steps for decoder in (draft, target)] == made
-
-
 @pytest.mark.parametrize("backend", ["eager", "native"])
 def test_native_has_no_graphs_to_save(workshop: Workshop, tmp_path: Path, backend: str) -> None:
     decoder = workshop.decoder(backend=backend)

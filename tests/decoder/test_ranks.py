@@ -55,7 +55,7 @@ def load(
     )
 
 
-@pytest.fixture(scope="module", params=DEGREES)
+@pytest.fixture(scope="module", params=[3, pytest.param(4, marks=pytest.mark.full)])
 def target(request: pytest.FixtureRequest, workshop: Workshop) -> Iterator[SamplingDecoder]:
     """Keep the processes of this degree alive for all tests of this module."""
     made = load(workshop, request.param)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from paceline import AutoDecoder, DecoderApplication, NeuronConfig, save_quantized
+from paceline import AutoDecoder, save_quantized
 from paceline.auto import SamplingDecoder
 from paceline.core.errors import (
     CheckpointError,
@@ -175,9 +175,3 @@ def test_impossible_saves_are_rejected(original: Path, quantized: Path, tmp_path
             save_quantized(source, into, form)
     with pytest.raises(ConfigurationError, match="the checkpoint is already int8, got 'q8_0'; omit it"):
         load(quantized, quantization="q8_0")
-
-
-def test_an_application_quantises(original: Path, quantized: Path, tmp_path: Path) -> None:
-    DecoderApplication(original, NeuronConfig(quantization="int8"), backend="eager").quantize(tmp_path / "made")
-    for name in ("model.safetensors", "config.json"):
-        assert (tmp_path / "made" / name).read_bytes() == (quantized / name).read_bytes()

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from paceline import AutoDecoder, save_quantized
+from paceline import save_quantized
 from paceline.core.errors import ConfigurationError
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.parallel.sharding import Layout, Shard
@@ -68,6 +68,9 @@ def test_every_saved_number_is_read_back(
 ) -> None:
     save_quantized(originals[name], tmp_path / "made", form)
     expected = weights(originals[name], form, rank)
+    if name == "gpt2" and form != "int8_per_tensor":
+        stored = load_file(tmp_path / "made" / "model.safetensors")
+        assert stored["transformer.h.0.mlp.c_fc.weight_scale"].shape == (1, 128), "one for each column of [in, out]"
     assert sum(isinstance(one, QuantizedTensor) for one in expected.values()) > 10
     for asked in (None, form):
         found = weights(tmp_path / "made", asked, rank)
@@ -98,21 +101,6 @@ def test_packed_words_equal_those_of_compressed_tensors(form: str) -> None:
     numbers = (matrix.dequantize() / scales).round().to(torch.int8)
     assert torch.equal(made["x.weight_packed"], packed(numbers, 4 if form == "q4_0" else 8))
     assert made["x.weight_shape"].tolist() == [5, 96] and made["x.weight_scale"].dtype is torch.float16
-
-
-@pytest.mark.parametrize("form", ["int8", "fp8_e5m2"])
-def test_transposed_matrices_decode_like_the_quantised_original(
-    originals: dict[str, Path], tmp_path: Path, form: str
-) -> None:
-    save_quantized(originals["gpt2"], tmp_path / "made", form)
-    texts = []
-    for folder, asked in ((tmp_path / "made", None), (originals["gpt2"], form)):
-        decoder = AutoDecoder.from_pretrained(folder, backend="eager", amp="f32", quantization=asked)
-        texts.append(decoder.sample([[5, 9, 13, 7]], max_new_tokens=24))
-    assert torch.equal(*texts)
-    tensors = load_file(tmp_path / "made" / "model.safetensors")
-    name = "transformer.h.0.mlp.c_fc.weight"
-    assert tensors[name].shape == (32, 128) and tensors[name + "_scale"].shape == (1, 128)
 
 
 def test_only_layouts_that_others_read_are_named_compressed_tensors(originals: dict[str, Path], tmp_path: Path) -> None:

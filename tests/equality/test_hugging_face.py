@@ -38,13 +38,6 @@ def test_every_model_kind_equals_hugging_face(workshop: Workshop, kind: str) -> 
     assert texts(run(SpeculativeGenerator(draft, target, k=4), {}, new=NEW)) == expected
 
 
-@pytest.mark.parametrize("seed", range(1, 4))
-def test_other_weights_on_compiled_graphs_equal_hugging_face(workshop: Workshop, seed: int) -> None:
-    model = LlamaForCausalLM.from_pretrained(workshop.checkpoint("target", seed=seed), dtype=torch.float32)
-    target = workshop.decoder(backend="native", seed=seed)
-    assert plain(target, {}, new=NEW) == [generated(model, prompt) for prompt in PROMPTS]
-
-
 def bad_words(_prompt: list[int]) -> hf.LogitsProcessor:
     return hf.NoBadWordsLogitsProcessor([[i] for i in range(0, VOCABULARY, 2)] + [[5, 9]], eos_token_id=EOS)
 

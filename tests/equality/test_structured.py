@@ -29,6 +29,7 @@ def runs(compile_cache: None) -> Runs:
     return Runs(Namespace(drafts=DRAFTS, batch_size=ROWS, backend="native", amp="f32", max_new_tokens=32))
 
 
+@pytest.mark.full  # small models under grammars: `tests/orchestrator/test_structured.py` and the matrix
 @pytest.mark.parametrize(("kind", "temperature"), [("call", 0.0), ("person", 1.0), ("expression", 1.0)])
 def test_every_drafter_gives_the_structured_output_of_plain_decoding(
     runs: Runs, monkeypatch: pytest.MonkeyPatch, kind: str, temperature: float

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,16 +17,13 @@ from paceline.core.types import Commit, Proposal, RoundLimits, SamplingTensors
 from paceline.decoder.backends.base import Graph, Step
 from paceline.decoder.graph_key import GraphKey
 from paceline.heads.frozen_model import FrozenTarget
-from paceline.medusa.config import MedusaConfig
-from paceline.medusa.network import fresh
 from paceline.medusa.tree import Choices
 from tests.decoder.tiny import VOCABULARY, Workshop
 from tests.decoder.tiny import fresh as fresh_decoder
 from tests.equality.settings import PROMPTS, SETTINGS, assert_rolled_back, plain, run, texts
 from tests.fakes import Around
-from tests.medusa.trees import MC_SIM_7B_63, PUBLISHED
+from tests.medusa.trees import MC_SIM_7B_63
 
-PYCODE = Path(__file__).resolve().parents[2] / "examples" / "pycode"
 SHALLOW = [path for path in MC_SIM_7B_63 if len(path) <= 3]
 TREES: dict[str, list[list[int]] | None] = {
     "own": None,
@@ -45,23 +41,6 @@ def test_medusa_changes_no_token(workshop: Workshop, heads_folder: Path, tree: s
     result = run(SpeculativeGenerator(drafter, target), SETTINGS[setting])
     assert texts(result) == plain(target, SETTINGS[setting])
     assert_rolled_back(result)
-
-
-SHIPPED = {file.stem: json.loads(file.read_text()) for file in (PYCODE / "medusa").glob("tree*.json")}
-
-
-@pytest.mark.parametrize("tree", [*PUBLISHED, *SHIPPED])
-def test_trees_of_every_source_keep_the_tokens(workshop: Workshop, tree: str) -> None:
-    """Medusa's own nine and those of the demo's heads."""
-    target = workshop.decoder()
-    choices = Choices.of({**PUBLISHED, **SHIPPED}[tree])
-    heads = fresh(MedusaConfig(4, 1, target.config.hidden_size, VOCABULARY, tied=True), target.body.model.head)
-    drafter = MedusaDrafter(heads, target, choices)
-    generator = SpeculativeGenerator(drafter, target)
-    for setting in ({}, {"do_sample": True, "temperature": 1.0, "seed": 3}):
-        result = run(generator, setting, new=6)
-        assert texts(result) == plain(target, setting, new=6)
-        assert result.statistics.num_draft_tokens
 
 
 def test_fused_and_separate_graphs_propose_the_same(workshop: Workshop, heads_folder: Path) -> None:

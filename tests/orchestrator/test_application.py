@@ -66,6 +66,8 @@ def test_an_application_loads_the_result_of_compile(folder: Path, tmp_path: Path
     application.reset()
     torch.testing.assert_close(application(torch.tensor([text[:1]])), exact[:1], atol=1e-4, rtol=1e-4)
     application.quantize(tmp_path / "int8")
+    DecoderApplication(folder, replace(config, quantization="fp8_e4m3"), backend="eager").quantize(tmp_path / "fp8")
+    assert '"float-quantized"' in (tmp_path / "fp8" / "config.json").read_text()
     application.close()
     texts = []
     for path, quantization in ((tmp_path / "int8", None), (folder, "int8")):

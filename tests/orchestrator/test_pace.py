@@ -8,8 +8,6 @@ import pytest
 import torch
 
 from paceline import DRAFT_LENGTHS
-from paceline.config import parse_k
-from paceline.core.errors import ConfigurationError
 from paceline.core.types import Commit, RoundLimits, RoundReport, RoundResult
 from paceline.engine.adaptive import ROUNDS_PER_ALLOTMENT, DraftLengthController, Pace
 
@@ -120,12 +118,6 @@ def test_a_draft_shorter_than_requested_counts_as_rejected() -> None:
         pace.record(rung, requested=[rung], accepted=[min(rung, 2)], seconds=1.0 + 0.1 * rung)  # it says two, all stand
         chosen.append(rung)
     assert chosen[200:].count(2) > 0.8 * 200
-
-
-@pytest.mark.parametrize("k", [(), (2, 1), (0, 0, 1), (-1, 2)])
-def test_candidate_lengths_must_ascend(k: tuple[int, ...]) -> None:
-    with pytest.raises(ConfigurationError, match="ascending"):
-        parse_k(k)
 
 
 def test_each_of_several_plain_steps_counts_as_a_round() -> None:

@@ -50,6 +50,7 @@ def said_while(models: Deployment, pid: int) -> list[list[int]]:
     return found
 
 
+@pytest.mark.full
 def test_concurrent_models_and_their_deaths_change_no_token(cluster: Cluster, workshop: Workshop) -> None:
     """One deployment for all of it, since starting is what takes time."""
     expected = wanted(workshop, PROMPTS, **ASKED)
@@ -127,6 +128,7 @@ def allocator_dies(silent: CoreRange) -> None:
     os.kill(pid, signal.SIGCONT)
 
 
+@pytest.mark.full
 def test_a_tensor_parallel_target_dies_with_its_ranks_and_recovers(cluster: Cluster, workshop: Workshop) -> None:
     """Target and draft on two cores each, really: a core without Neuron is a rank's process."""
     expected = wanted(workshop, PROMPTS, **ASKED)
@@ -167,6 +169,7 @@ def test_a_task_of_a_worker_does_not_inherit_its_cores(cluster: Cluster) -> None
     ray.kill(worker)
 
 
+@pytest.mark.full
 def test_a_draft_on_another_node_is_called_over_tcp_and_may_be_lost_with_it(
     cluster: Cluster, workshop: Workshop
 ) -> None:
@@ -220,7 +223,6 @@ def test_a_request_survives_the_loss_of_its_node(cluster: Cluster, workshop: Wor
         assert models.sample("chat", PROMPTS, **ASKED) == expected
 
 
-@pytest.mark.ray
 def test_ray_assigns_no_core_to_our_workers(cluster: Cluster) -> None:
     """Another program's actor holds the first cores; ours sees what was planned, and what asks for none sees none.
 
@@ -250,7 +252,6 @@ def test_ray_assigns_no_core_to_our_workers(cluster: Cluster) -> None:
             ray.kill(actor)
 
 
-@pytest.mark.ray
 def test_processes_never_share_a_core_even_with_wrong_variables(cluster: Cluster) -> None:
     """A user's variables put both on the same cores, and Ray counts them as two on different ones."""
 
@@ -278,7 +279,7 @@ def test_processes_never_share_a_core_even_with_wrong_variables(cluster: Cluster
             ray.kill(holder)
 
 
-@pytest.mark.ray
+@pytest.mark.full
 def test_a_restarted_target_holds_its_reported_cores(cluster: Cluster, workshop: Workshop) -> None:
     """Ray would give it the lowest free ids; its range comes from the allocator, though there is a hole below."""
     with launch(planned(entry(workshop, "a"), entry(workshop, "b")), fault_policy=POLICY) as models:

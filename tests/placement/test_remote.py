@@ -210,24 +210,6 @@ def test_a_permanently_failing_drafter_is_not_an_error(tmp_path: Path, stack: Ex
     assert draft.health.failed == 1100
 
 
-@pytest.mark.parametrize("asked", [{}, {"do_sample": True, "temperature": 1.2, "seed": 3}])
-def test_asynchronous_drafting_changes_no_token(tmp_path: Path, stack: ExitStack, asked: dict) -> None:
-    supervisor = stack.enter_context(closing(Forked(tmp_path, ahead=True)))
-    draft = stack.enter_context(closing(remote(supervisor, timeouts=PATIENT)))
-    calm = {"max_new_tokens": 45, **asked}
-    there, found, pause = Checked(draft, target()), [list(prompt) for prompt in PROMPTS], 0.03
-    for event in there.stream(PROMPTS, **calm):
-        found[event.index] += event.tokens
-        time.sleep(pause)  # a table is read too fast for anything to be made meanwhile
-        pause = pause if draft.health.ahead else min(1.3 * pause, 2.0)  # on a busy machine that takes longer
-    assert found == wanted(PROMPTS, **calm)
-    here = run(Checked(TableDecoder(DRAFT), target()), PROMPTS, **calm)
-    assert (
-        there.statistics.num_accepted_tokens == here.statistics.num_accepted_tokens
-    )  # what was made ahead is what would be made now
-    assert there.statistics.drafter_health is not None and there.statistics.drafter_health.ahead > 0
-
-
 def test_a_target_reports_its_working_time_without_idle_time(tmp_path: Path, stack: ExitStack) -> None:
     address, ahead, pauses = Address(path=str(tmp_path / "s")), working_ahead(1, 4), []
     ahead.paused = pauses.append  # type: ignore[method-assign]

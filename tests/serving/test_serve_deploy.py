@@ -58,6 +58,7 @@ def test_rays_proxy_forwards_responses(client: openai.OpenAI, home: Path) -> Non
     assert "".join(chunk.choices[0].text for chunk in chunks) == said(home, PROMPT, max_new_tokens=40)
 
 
+@pytest.mark.full
 def test_a_config_file_deploys_the_builder(client: openai.OpenAI, cluster: Cluster, home: Path) -> None:
     """Deployed with Ray's own command, next to another application, below a prefix, and with two HTTP processes."""
     shape = "n_positions: 128, amp: f32, backend: eager"

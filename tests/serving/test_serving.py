@@ -146,15 +146,6 @@ def test_a_model_is_one_process_whose_counts_and_logs_are_found(client: openai.O
     assert (line["access"]["status"], line["access"]["completion_tokens"]) == (200, 7)
 
 
-def test_errors_are_error_objects(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match="'other' is not served") as missing:
-        client.completions.create(model="other", prompt="x")
-    assert missing.value.code == "model_not_found"
-    with pytest.raises(openai.BadRequestError, match="of the vocabulary") as refused:
-        client.completions.create(model="chat", prompt=[500])
-    assert refused.value.param == "prompt"
-
-
 def test_a_disconnect_frees_the_model_for_the_next_request(client: openai.OpenAI, home: Path) -> None:
     """Those whose answer has begun, and those whose has not: the worker stands still while four of them hang up."""
     asked = {"model": "chat", "prompt": PROMPT, "max_tokens": 100, "temperature": 0}
@@ -177,27 +168,6 @@ def test_a_disconnect_frees_the_model_for_the_next_request(client: openai.OpenAI
     assert client.completions.create(**asked).choices[0].text == texts[0]
     # A round gives a text 5 tokens at most, so a whole one has 20 events. Left to run, two of the four end before it.
     assert replica("chat").progress.remote().result() - before < 2 * alone + 2 * 20
-
-
-def test_concurrent_requests_share_rounds(client: openai.OpenAI, home: Path) -> None:
-    """Two slots, three requests, one of which takes the place of the first to end; each has the text of a single
-    request.
-    """
-    asks = [
-        {"prompt": PROMPT, "max_tokens": 100, "temperature": 0},
-        {"prompt": "x", "max_tokens": 110, "temperature": 1.1, "seed": 3},
-        {"prompt": "class A:", "max_tokens": 60, "temperature": 1.3, "seed": 4},
-    ]
-    alone = [client.completions.create(model="chat", **ask).choices[0].text for ask in asks]  # type: ignore[call-overload]
-    assert alone[0] == said(home, PROMPT, max_new_tokens=100)
-    with ThreadPoolExecutor(3) as pool:
-        together = list(
-            pool.map(lambda ask: client.completions.create(model="chat", **ask).choices[0].text, asks)  # type: ignore[call-overload]
-        )
-    assert together == alone
-    statistics = replica("chat").statistics.remote().result()
-    # A round asks the draft once, for however many requests are in it.
-    assert 0 < statistics["drafter_health"]["asked"] < statistics["num_drafts"], statistics
 
 
 def test_streams_survive_the_death_of_their_model(client: openai.OpenAI, home: Path) -> None:
