@@ -24,6 +24,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
+from pathlib import Path
 
 from paceline.core.errors import ConfigurationError
 from paceline.registry import ACCEPTANCE_RULES, DRAFTERS
@@ -67,6 +68,12 @@ class DraftSpec:
         k = (("k", self.k),) if self.k is not None else ()
         drafts = (("drafts", json.dumps([str(part) for part in self.parts])),) if self.parts else ()
         return _written(source, (*path, *drafts, *k, *self.options))
+
+    @property
+    def label(self) -> str:
+        """The short name: the drafter's, or the last part of its folder. Server paths do not reach clients."""
+        folder = self.path if self.value is None else getattr(self.value, "folder", None)
+        return self.name or (Path(folder).name if folder else type(self.value).__name__)
 
     def leaves(self) -> Iterator[DraftSpec]:
         """Yield this drafter, or the drafters that it is a choice of."""

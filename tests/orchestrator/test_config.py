@@ -157,3 +157,8 @@ def test_the_configuration_is_a_picklable_value() -> None:
     assert pickle.loads(pickle.dumps(config)) == config
     with pytest.raises(ValueError, match="frozen"):
         config.k = 3
+
+
+def test_a_drafter_is_named_without_its_folders_path() -> None:
+    drafts = ["suffix:max_spec_factor=1", "/srv/models/heads/:k=4", {"type": "model", "path": "/srv/small"}]
+    assert [spec.label for spec in parse_draft(drafts)] == ["suffix", "heads", "model"]
