@@ -29,8 +29,9 @@ PROMPTS = ((3, 1, 4, 1, 5, 1, 4), (9, 2))
 SAMPLED = {"max_new_tokens": 40, "do_sample": True, "temperature": 1.2, "seed": 7}
 ROWS = [
     "none", "ngram", "suffix", "model", "list", "choice", "medusa", "eagle", "pard", "dflash", "mtp", "mlp_speculator",
-    "layerskip",
+    "layerskip", "gemma4_assistant",
 ]  # fmt: skip
+KINDS = {"mtp": "qwen3", "gemma4_assistant": "gemma4"}
 
 
 def settings(folder: Path, **more: object) -> dict[str, object]:
@@ -49,7 +50,7 @@ def test_every_registry_row_of_a_models_file_is_served() -> None:
 
 @pytest.mark.parametrize("row", ROWS)
 def test_a_draft_in_the_targets_process_changes_no_token(workshop: Workshop, tmp_path: Path, row: str) -> None:
-    kind = "qwen3" if row == "mtp" else "grouped"
+    kind = KINDS.get(row, "grouped")
     target = workshop.checkpoint(kind=kind)
     save_heads(target, tmp_path)
     draft = drafts(workshop.checkpoint("draft"), tmp_path)[row]
