@@ -130,6 +130,10 @@ class AutoregressiveHead(CachedHead):
     def next(self, token: Tensor, hidden: Tensor, place: CachePosition) -> Tensor:
         """Read a token that was just drafted: token [B, 1] int32, hidden [B, 1, H] that predicted it -> [B, 1, H]."""
 
+    def next_place(self, row: Tensor, ahead: int, bucket: int, *, sampling: SamplingTensors) -> CachePosition:
+        """Return the place of a drafted token, ``ahead`` rows behind the last committed one's ``row`` [B]."""
+        return self.place(row + ahead, 1, bucket, sampling=sampling)
+
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [B, n, H] -> logits [B, n, V] float32 over the target's ids."""
@@ -202,7 +206,7 @@ class ChainStep(nn.Module):
                 )
             position = first_row + count + index  # of the token being sampled
             if index:
-                place = head.place(position - 1 - shift, 1, self._bucket, sampling=sampling)
+                place = head.next_place(first_row + count - 1 - shift, index, self._bucket, sampling=sampling)
                 hidden = head.next(drafts.last, hidden, place)
             if self._kept.tokens_only:
                 drafts.add(head.sample_tokens(hidden, position.unsqueeze(1), sampling))

@@ -162,6 +162,17 @@ DRAFTERS: dict[str, DrafterRow] = {
             marks=(("model_type", "mlp_speculator"),),
         ),
         DrafterRow(
+            "gemma4_assistant",
+            "paceline.draft.gemma4_assistant:AssistantDrafter.from_pretrained",
+            "Gemma 4's assistant, which reads the target's cache",
+            given_as="folder",
+            fused=True,
+            listable=False,
+            check="paceline.draft.gemma4_assistant:draft_shape",
+            options="paceline.draft.options:NoOptions",
+            marks=(("model_type", "gemma4_assistant"), ("model_type", "gemma4_unified_assistant")),
+        ),
+        DrafterRow(
             "layerskip",
             "paceline.draft.layerskip:LayerSkipDrafter",
             "the target's first layers, with its weights and cache",

@@ -139,7 +139,8 @@ def _layers(config: Fields, kinds: tuple[bool, ...]) -> Gemma:
     alike, wide = config.flag("attention_k_eq_v", False), config.flag("use_double_wide_mlp", False)
     width = config.integer("intermediate_size")
     inputs = config.integer("hidden_size_per_layer_input", 256, minimum=0)
-    rows, most = config.integer("vocab_size_per_layer_input", 262144), config.integer("vocab_size")
+    rows = config.integer("vocab_size_per_layer_input", 262144, minimum=1 if inputs else 0)
+    most = config.integer("vocab_size")
     if inputs and rows > most:
         raise UnknownArchitectureError(
             f"{config.where}: vocab_size_per_layer_input: expected at most vocab_size = {most}, got {rows}, which is "

@@ -57,7 +57,7 @@ class Gemma4Model(DecoderModel):
         kept: dict[int, KeysAndValues] = {}
         own = dict(zip(self._cached, caches, strict=False))
         depth = len(self.layers) if len(own) == len(self._cached) else len(own)
-        for index, rotation in enumerate(self._rotations(at)[:depth]):
+        for index, rotation in enumerate(self.rotations(at)[:depth]):
             layer, source = self.layers[index], self._sources[index]
             hidden, kept[source] = layer(hidden, place, own[source], rotation, inputs[index], kept.get(source))
             streams.append(self._active(hidden))

@@ -77,7 +77,7 @@ class DecoderModel(nn.Module):
         at = place.positions(tokens.shape[1]).clamp(max=self._last)
         hidden = self._entered(embedded(tokens, self.embedding, self.ids, group=self._group, kernels=self._kernels), at)
         streams = [hidden]
-        for layer, cache, rotation in zip(self.layers, caches, self._rotations(at), strict=False):
+        for layer, cache, rotation in zip(self.layers, caches, self.rotations(at), strict=False):
             hidden = layer(hidden, place, cache, rotation)
             streams.append(hidden)
         hidden = self.norm(hidden)
@@ -92,7 +92,7 @@ class DecoderModel(nn.Module):
             hidden = hidden + self._kernels.embed(self.learned, at + self.plan.learned_from)
         return hidden if self.first is None else self.first(hidden)
 
-    def _rotations(self, at: Tensor) -> list[Rotation | None]:
+    def rotations(self, at: Tensor) -> list[Rotation | None]:
         """Return the rotations of positions [b, T] int32, for each layer."""
         plan, count = self.plan, len(self.layers)
         if not plan.rotated_share:

@@ -38,7 +38,7 @@ from paceline.placement.remote.server import DraftServer, UnpooledDrafters
 from paceline.registry import DRAFTERS
 from tests.decoder.tiny import VOCABULARY, Workshop
 from tests.draft.block_heads import drafter as block_head
-from tests.draft.random_heads import mlp_speculator, mtp
+from tests.draft.random_heads import assistant, mlp_speculator, mtp
 from tests.draft.tokenizers_of_two import bytes_merged
 from tests.eagle.heads import NEWER, PARALLEL, SHARED
 from tests.eagle.heads import drafter as eagle_head
@@ -207,6 +207,10 @@ def _mlp_speculator(home: Home, k: Depth) -> SpeculativeGenerator:
     return home.generator(mlp_speculator(home.folder / f"mlp {k}", home.target, deepest(k)), k)
 
 
+def _assistant(home: Home, k: Depth) -> SpeculativeGenerator:
+    return home.generator(assistant(home.target, deepest(k)), k)
+
+
 def _layerskip(home: Home, k: Depth) -> SpeculativeGenerator:
     return home.generator(LayerSkipDrafter(deepest(k), home.target, layers=1), k)
 
@@ -272,6 +276,7 @@ ROWS: dict[str, Row] = {
     "DSpark": Row("dflash", _block("DSpark")),
     "MTP": Row("mtp", _mtp),
     "MLP speculator": Row("mlp_speculator", _mlp_speculator),
+    "Gemma 4 assistant": Row("gemma4_assistant", _assistant),
     "LayerSkip": Row("layerskip", _layerskip),
     "list: ngram, LayerSkip": Row(
         "fallback", lambda home, k: home.generator(["ngram", ("layerskip:layers=1", deepest(k))], k)

@@ -24,6 +24,7 @@ from paceline.decoder.parallel.sharding import WHOLE, Layout
 from paceline.decoder.steps import CompactPathStep, PrefillStep, WindowStep
 from paceline.draft.dflash.config import parse
 from paceline.draft.dflash.head import BlockStep, DFlashHead, Tables
+from paceline.draft.gemma4_assistant import AssistantHead
 from paceline.draft.heads import ChainStep, Kept, ReadStep
 from paceline.draft.layerskip import EarlyExitHead
 from paceline.draft.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorHead
@@ -43,7 +44,7 @@ from paceline.neuron.kernels import TraceableKernels
 from paceline.target.steps import AutoregressiveStep, FusedStep, VerifyStep
 from tests.decoder.tiny import VOCABULARY
 from tests.draft.block_heads import fields, tensors
-from tests.draft.random_heads import mtp_config, random_weights
+from tests.draft.random_heads import assistant_config, assistant_weights, mtp_config, random_weights
 from tests.eagle.heads import NEWER, PARALLEL, random_head
 from tests.eagle.heads import config as eagle_config
 
@@ -53,7 +54,7 @@ FEATURES = {
     "fused DFlash": 2 * 32, "fused DFlash 2": 2 * 32, "fused DSpark": 2 * 32,
     "fused eagle 3": 3 * 32, "fused eagle 3, chain": 3 * 32, "fused eagle 3, static tree": 3 * 32,
     "fused eagle 3.1": 3 * 32, "fused P-EAGLE": 3 * 32, "fused P-EAGLE, static tree": 3 * 32,
-    "fused MTP": 32, "fused MTP, MiMo": 32, "fused MLP speculator": 32,
+    "fused MTP": 32, "fused MTP, MiMo": 32, "fused MLP speculator": 32, "fused Gemma 4 assistant": 32,
 }  # fmt: skip
 """How wide the states are that a commit carries for a drafter."""
 TREE = (-1, -1, 0, 0, 1)
@@ -165,6 +166,13 @@ def mlp_speculator(body: ModelWithCache, reach: int, *, kind: SamplingKind = "fu
     return FusedStep(head.step(NODES, reach, kind), verify(body, reach, reads=head.reads, kind=kind))
 
 
+def assistant(body: ModelWithCache, reach: int, *, kind: SamplingKind = "full") -> nn.Module:
+    """A random assistant of Gemma 4 that drafts from some clusters of tokens, and the target."""
+    config = assistant_config(body.config, clusters=12)
+    head = AssistantHead(config, assistant_weights(config), body)
+    return FusedStep(head.step(NODES, reach, kind), verify(body, reach, reads=head.reads, kind=kind))
+
+
 def layerskip(body: ModelWithCache, reach: int, *, kind: SamplingKind = "full") -> nn.Module:
     """The target's first layer drafts for it."""
     return FusedStep(EarlyExitHead(body, 1).step(NODES, reach, kind), verify(body, reach, kind=kind))
@@ -205,6 +213,7 @@ STEPS: dict[str, Callable[[ModelWithCache, int], nn.Module]] = {
     "fused MTP, MiMo": partial(mtp, layout=MIMO),
     "fused MLP speculator": mlp_speculator,
     "fused LayerSkip": layerskip,
+    "fused Gemma 4 assistant": assistant,
 }
 
 SAMPLED = tuple(name for name in STEPS if name.startswith(("verify", "draft", "fused", "plain")))

@@ -1,4 +1,4 @@
-"""Random MTP layers and MLP speculators for any target, and rounds as a plain loop counts them; no tests."""
+"""Random MTP layers, assistants and MLP speculators for any target, and rounds counted by a plain loop; no tests."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4TextConfig
 
 from paceline import SpeculativeGenerator
 from paceline.auto import SamplingDecoder
 from paceline.decoder.json_fields import Fields
 from paceline.decoder.models.config import ModelConfig
+from paceline.draft.gemma4_assistant import AssistantConfig, AssistantDrafter, AssistantHead, layers_of
 from paceline.draft.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorDrafter
 from paceline.draft.mtp import SPECULATORS, MtpConfig, MtpDrafter, MtpHead, MtpLayout
 
@@ -128,6 +130,77 @@ def save_mtp(folder: Path, target: ModelConfig) -> dict[str, Tensor]:
     return weights
 
 
+def assistant_config(target: ModelConfig, *, clusters: int = 0) -> AssistantConfig:
+    """Layers of two kinds over the last layer of any target, of whose tokens some clusters are drafted."""
+    fields = {
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 9,
+        "num_attention_heads": target.num_heads,
+        "num_key_value_heads": target.num_kv_heads,
+        "head_dim": target.head_dim,
+        "global_head_dim": target.head_dim,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size": target.vocab_size,
+    }
+    last = target.num_layers - 1
+    return AssistantConfig(
+        layers_of(Fields(fields, "a random assistant")), (last, last), target.hidden_size, clusters, clusters // 2
+    )
+
+
+def assistant_weights(config: AssistantConfig) -> dict[str, Tensor]:
+    weights = random_weights({name: spec.shape for name, spec in config.tensors().items()})
+    order = torch.randperm(config.layer.vocab_size).to(torch.int32)
+    return {**weights, **({"order": order.view(config.clusters, -1)} if config.clusters else {})}
+
+
+def assistant(target: SamplingDecoder, k: int) -> AssistantDrafter:
+    """A drafter with a random assistant."""
+    made = assistant_config(target.config, clusters=12)
+    types = {torch.float32: target.options.dtype}
+    weights = {name: x.to(types.get(x.dtype, x.dtype)) for name, x in assistant_weights(made).items()}
+    return AssistantDrafter(AssistantHead(made, weights, target.body), target, k)
+
+
+def save_assistant(folder: Path, target: ModelConfig, **changes: object) -> Gemma4AssistantForCausalLM:
+    """Write a random assistant for a Gemma 4 as transformers does; return its module."""
+    full = target.of_layer(0)
+    text = {
+        "vocab_size": target.vocab_size,
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "num_attention_heads": 4,
+        "num_key_value_heads": target.num_kv_heads,
+        "num_global_key_value_heads": full.num_kv_heads,
+        "attention_k_eq_v": full.num_kv_heads != target.num_kv_heads,
+        "head_dim": target.head_dim,
+        "global_head_dim": full.head_dim,
+        "sliding_window": max(target.blueprint.windows),
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 0,
+        "num_kv_shared_layers": 3,
+    }
+    sizes = {"num_centroids": 12, "centroid_intermediate_top_k": 5, "backbone_hidden_size": target.hidden_size}
+    config = Gemma4AssistantConfig(text_config=Gemma4TextConfig(**text), **{**sizes, **changes})
+    torch.manual_seed(1)
+    made = Gemma4AssistantForCausalLM(config).eval()
+    for name, x in made.named_parameters():
+        torch.nn.init.normal_(x, 1.0 if "norm" in name else 0.0, 0.2)
+    made.model.embed_tokens.weight.data[FREQUENT:] *= 0.05
+    for name, buffer in made.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.fill_(0.7)
+        if name.endswith("token_ordering"):
+            buffer.copy_(torch.randperm(target.vocab_size))
+    made.save_pretrained(folder)
+    return made
+
+
 FREQUENT = 6
 """Ids that a target of `save_narrowed` writes nearly always, so that random heads are right now and then."""
 
@@ -138,7 +211,7 @@ def save_narrowed(source: Path, folder: Path, more: dict[str, Tensor] | None = N
     fields = json.loads((source / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**fields, **config}))
     tensors = load_file(source / "model.safetensors")
-    tensors["lm_head.weight"][FREQUENT:] *= 0.05
+    tensors["lm_head.weight" if "lm_head.weight" in tensors else "model.embed_tokens.weight"][FREQUENT:] *= 0.05
     save_file({**tensors, **(more or {})}, folder / "model.safetensors")
     return folder
 

@@ -1,4 +1,4 @@
-"""Configurations of published MTP layers and MLP speculators: each is read right, or refused by name.
+"""Configurations of published MTP layers, assistants and MLP speculators: each is read right, or refused by name.
 
 `published.json` says for each where it was found and when, and which keys were seen; `tensors` are names in its files.
 """
@@ -15,6 +15,7 @@ import pytest
 from paceline.core.errors import UnknownArchitectureError
 from paceline.decoder.json_fields import Fields
 from paceline.decoder.models.config import ModelConfig
+from paceline.draft.gemma4_assistant import AssistantConfig
 from paceline.draft.mlp_speculator import MlpSpeculatorConfig
 from paceline.draft.mtp import MtpConfig
 from paceline.draft_checks import recognise
@@ -36,6 +37,7 @@ MTP = {  # layout, base of the rotation, heads of keys
     "mtp glm-4.5-air": ("nextn", 1000000.0, 8),
     "mtp deepseek-r1": ("nextn", 10000.0, 128),
 }
+ASSISTANT = "assistant gemma-4-e2b-it"
 REFUSED = {
     "mlp arctic-lstm": "architectures: expected .*MLPSpeculatorPreTrainedModel.*, got .*ArcticLSTM",
     "mtp mimo, two layers": "num_nextn_predict_layers: expected 1, got 2, and only one layer is read",
@@ -58,7 +60,7 @@ def read(name: str, folder: Path) -> MlpSpeculatorConfig | MtpConfig:
 
 
 def test_every_entry_has_a_verdict_and_a_source() -> None:
-    assert ENTRIES.keys() == MLP.keys() | MTP.keys() | REFUSED.keys()
+    assert ENTRIES.keys() == MLP.keys() | MTP.keys() | REFUSED.keys() | {ASSISTANT}
     assert all(one["source"] and one["looked_up"] for one in ENTRIES.values())
 
 
@@ -80,6 +82,19 @@ def test_a_published_mtp_layer_is_read(name: str, tmp_path: Path) -> None:
     surplus = set(ENTRIES[name]["tensors"]) - names
     assert names <= set(ENTRIES[name]["tensors"])
     assert all(one.endswith(("embed_tokens.weight", "shared_head.head.weight", "_scale_inv")) for one in surplus)
+
+
+def test_a_published_assistant_is_read(tmp_path: Path) -> None:
+    """For a target of the sizes of Gemma 4 E2B, of whose layers few are needed."""
+    entry = ENTRIES[ASSISTANT]
+    (tmp_path / "config.json").write_text(json.dumps(entry["config"]))
+    assert recognise(str(tmp_path)) == entry["row"]
+    layers = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    own = {"hidden_size": 1536, "num_kv_shared_layers": 1, "layer_types": layers}
+    text = {**entry["config"]["text_config"], **own}
+    made = AssistantConfig.read(tmp_path, ModelConfig.from_fields(Fields(text, "target")))
+    assert (made.sources, made.clusters, made.chosen) == ((2, 2, 2, 1), 2048, 32)
+    assert made.tensors().keys() | {"masked_embedding.token_ordering"} == set(entry["tensors"])
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -112,6 +112,8 @@ def excluded(two: Mapping[str, str]) -> bool:
     """Whether two values of two columns have no meaning together, or no promise."""
     if "drafter" in two and (row := row_of(two["drafter"])):
         alone, tree = row.of == "none", DRAFTERS[row.of].trees and len(row.depths) == 1
+        if two.get("ranks") == "2 ranks" and row.of == "gemma4_assistant":  # which refuses a sharded target
+            return True
         if two.get("ranks") == "2 ranks":  # who drafts in no graph of the target does there what he does elsewhere
             return not DRAFTERS[row.of].fused and two["drafter"] not in ("none", "ngram")
         if two.get("depth") == "several":

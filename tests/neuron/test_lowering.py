@@ -41,6 +41,7 @@ CASES = (
     "fused MTP",
     "fused MLP speculator",
     "fused LayerSkip",
+    "fused Gemma 4 assistant",
 )
 
 

@@ -13,7 +13,7 @@ from paceline.draft.mlp_speculator import MlpSpeculatorConfig
 from paceline.medusa import checkpoint as medusa_checkpoint
 from paceline.medusa.config import MedusaConfig
 from tests.draft.block_heads import fields, tensors, write
-from tests.draft.random_heads import random_weights, save_mlp_speculator, save_mtp
+from tests.draft.random_heads import random_weights, save_assistant, save_mlp_speculator, save_mtp
 from tests.eagle.heads import PARALLEL, random_head
 from tests.eagle.heads import checkpoint as eagle_checkpoint
 from tests.eagle.heads import config as eagle_config
@@ -34,6 +34,8 @@ def save_heads(target: Path, folder: Path) -> None:
     save_mlp_speculator(folder / "mlp_speculator", stages, random_weights(stages.shapes()))
     if config.model_type == "qwen3":
         save_mtp(folder / "mtp", config)
+    if config.model_type == "gemma4_text":
+        save_assistant(folder / "gemma4_assistant", config)
     told = fields(SimpleNamespace(config=config), "DFlash")
     write(folder / "dflash", told, tensors(SimpleNamespace(config=config), told))
     for file in target.iterdir():
@@ -60,6 +62,7 @@ def drafts(draft: Path, heads: Path) -> dict[str, object]:
         "eagle": {"path": str(heads / "eagle"), "k": 2},
         "mtp": {"path": str(heads / "mtp"), "k": 2},
         "mlp_speculator": {"path": str(heads / "mlp_speculator"), "k": 2},
+        "gemma4_assistant": {"path": str(heads / "gemma4_assistant"), "k": 2},
         "layerskip": "layerskip:layers=1,k=2",
         "pard": {"path": str(heads / "pard"), "k": 2},
         "dflash": {"path": str(heads / "dflash"), "k": 2},

@@ -29,10 +29,11 @@ PROMPTS = ((3, 1, 4, 1, 5, 1, 4), (9, 2))
 SAMPLED = {"max_new_tokens": 40, "do_sample": True, "temperature": 1.2, "seed": 7}
 ROWS = [
     "none", "ngram", "suffix", "model", "list", "choice", "medusa", "eagle", "pard", "dflash", "mtp", "mlp_speculator",
-    "layerskip",
+    "layerskip", "gemma4_assistant",
 ]  # fmt: skip
 FEW = ("none", "list", "eagle", "dflash")
 """What `make test` asks; the equality matrix has the tokens of all."""
+KINDS = {"mtp": "qwen3", "gemma4_assistant": "gemma4"}
 
 
 def settings(folder: Path, **more: object) -> dict[str, object]:
@@ -51,7 +52,7 @@ def test_every_registry_row_of_a_models_file_is_served() -> None:
 
 @pytest.mark.parametrize("row", [pytest.param(one, marks=() if one in FEW else pytest.mark.full) for one in ROWS])
 def test_a_draft_in_the_targets_process_changes_no_token(workshop: Workshop, tmp_path: Path, row: str) -> None:
-    kind = "qwen3" if row == "mtp" else "grouped"
+    kind = KINDS.get(row, "grouped")
     target = workshop.checkpoint(kind=kind)
     save_heads(target, tmp_path)
     draft = drafts(workshop.checkpoint("draft"), tmp_path)[row]
