@@ -112,6 +112,10 @@ class Texts:
         counted = None if self.counted is None else self.counted[places]
         return Texts(self.tokens[places], self.last[places], self.streams[places], counted)
 
+    def rows(self, index: int, count: int) -> Texts:
+        """Return part ``index`` of the sequences, ``count`` of them."""
+        return self.part(slice(index * count, (index + 1) * count))
+
     def to(self, device: str) -> Texts:
         """Return a copy on another device."""
         counted = None if self.counted is None else self.counted.to(device)

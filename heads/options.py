@@ -68,6 +68,46 @@ class TrainingOptions:
         return {name: value for name, value in asdict(self).items() if name not in {"max_minutes", "device"}}
 
 
+LOSSES = ("ce", "lk_hybrid", "nla")
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTraining(TrainingOptions):
+    """Options for training a head, or a decoder, that drafts chains.
+
+    batch_size  a divisor of `TEXTS_PER_FILE`, so that every sequence is used
+    tokens      in total, repeats of a sequence counted again
+    loss        "ce", the cross-entropy with the target's distribution, or a loss that aims at the acceptance rate (LK,
+                arXiv 2602.23881): "lk_hybrid" or "nla"
+    dpace       weights of a chain's drafts by D-PACE (arXiv 2605.18810) in place of falling ones
+
+    Raises:
+        ConfigurationError: a number is out of range.
+    """
+
+    learning_rate: float = field(default=2e-3, metadata={"help": "Peak learning rate."})
+    tokens: int = field(default=1_000_000, metadata={"help": "Number of tokens to train on, repeats included."})
+    loss: str = field(
+        default="ce",
+        metadata={"help": "Loss on a draft's distribution: ce (cross-entropy), lk_hybrid or nla (acceptance rate)."},
+    )
+    dpace: bool = field(
+        default=False, metadata={"help": "Weights of the drafts of a chain by D-PACE: most where chains end most."}
+    )
+
+    def __post_init__(self) -> None:
+        TrainingOptions.__post_init__(self)  # `super()` does not work in a slotted dataclass
+        if self.tokens < 1:
+            raise ConfigurationError(f"tokens: expected at least 1, got {self.tokens}; raise it")
+        if self.loss not in LOSSES:
+            raise ConfigurationError(f"loss: expected one of {', '.join(LOSSES)}, got {self.loss!r}; use one of them")
+        if TEXTS_PER_FILE % self.batch_size:
+            raise ConfigurationError(
+                f"batch_size: expected a divisor of {TEXTS_PER_FILE}, got {self.batch_size}; change it, since the "
+                "remaining sequences would be left out"
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class TextOptions:
     """Options for making sequences.
