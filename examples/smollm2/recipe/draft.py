@@ -30,7 +30,7 @@ from paceline.heads.features import FeatureCache
 from paceline.heads.frozen_model import FrozenTarget, Texts
 from paceline.heads.losses import target_probs
 from paceline.heads.options import CachedTextOptions, DraftTraining
-from paceline.heads.trainer import LOG_STEPS, Corpus
+from paceline.heads.trainer import LOG_STEPS, Corpus, CorpusTrainer
 
 LAYERS = (0, -1)  # of the target, which the draft begins with
 DISTANCE = 0.5  # weight of the total variation distance
