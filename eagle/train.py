@@ -21,7 +21,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -40,12 +39,12 @@ from paceline.eagle.config import (
 )
 from paceline.eagle.network import Past, TrainableHead
 from paceline.heads.checkpoint import Checkpoint, DraftVocab
-from paceline.heads.features import FeatureCache
+from paceline.heads.features import Corpus, TrainingData
 from paceline.heads.frozen_model import FrozenTarget, Texts
 from paceline.heads.layouts import write_json
 from paceline.heads.losses import LOSSES, chain_loss, right, target_probs
 from paceline.heads.options import CachedTextOptions
-from paceline.heads.trainer import Corpus, CorpusTrainer, Progress, rank
+from paceline.heads.trainer import CorpusTrainer, Progress, rank
 
 
 def objective(
@@ -306,7 +305,7 @@ MEASURED = "acceptance.json"
 
 def train(
     target: Path,
-    stream: np.ndarray,
+    data: TrainingData,
     head: EagleHeadOptions,
     *,
     texts: CachedTextOptions,
@@ -317,16 +316,16 @@ def train(
 ) -> list[float] | None:
     """Train a head and write it to ``out`` in bfloat16, with acceptance.json; None if the time limit ended the run.
 
-    stream [n], token ids end to end. Returns the share of positions at which chains of 1, 2, ... drafts are all right.
+    Returns the share of positions at which chains of 1, 2, ... drafts are all right.
     """
     sizes = ModelConfig.from_pretrained(target)
     check(head, texts, sizes)
-    frozen, network, vocabulary = _begin(target, stream, head, sizes=sizes, options=options)
-    features = FeatureCache(frozen, stream, texts, folder=work / "states")
+    frozen, network, vocabulary = _begin(target, data, head, sizes=sizes, options=options)
+    features = data.corpus(frozen, texts, folder=work / "states")
     eval_texts, output = features.eval_texts(), frozen.output.detach()
 
     def measure(network: TrainableHead) -> list[float]:
-        skip = texts.prompt_length
+        skip = data.skip(texts)
         return acceptance(network, eval_texts, depth=head.depth, head=output, vocabulary=vocabulary, skip=skip)
 
     trainer = EagleTrainer(
@@ -348,7 +347,7 @@ def train(
 
 
 def _begin(
-    target: Path, stream: np.ndarray, head: EagleHeadOptions, *, sizes: ModelConfig, options: EagleTraining
+    target: Path, data: TrainingData, head: EagleHeadOptions, *, sizes: ModelConfig, options: EagleTraining
 ) -> tuple[FrozenTarget, TrainableHead, DraftVocab]:
     """Return the target, and the head before the first step: fresh, or one to continue."""
     if head.start is not None:
@@ -358,7 +357,7 @@ def _begin(
         return frozen, continued(found, frozen, where=head.start), vocabulary.to(options.device)
     layers = head.layers or (default_layers(sizes.num_layers) if head.version == 3 else ())
     frozen = FrozenTarget(target, layers, precision=options.precision, device=options.device)
-    counts = torch.from_numpy(np.bincount(stream, minlength=sizes.vocab_size))
+    counts = data.counts(sizes.vocab_size)
     drafted = sizes.vocab_size if head.draft_vocab_size is None else head.draft_vocab_size
     vocabulary = DraftVocab.frequent(counts, drafted).to(options.device)
     mask = int(counts.argmin()) if head.peagle and head.mask_token is None else head.mask_token

@@ -109,6 +109,30 @@ class DraftTraining(TrainingOptions):
 
 
 @dataclass(frozen=True, slots=True)
+class BlockTraining(DraftTraining):
+    """Options for training a drafter that drafts a block in one pass, in addition to those of every drafter.
+
+    k        drafts of a block
+    anchors  blocks of a sequence in one step
+    decay    weight of a draft relative to the one before, without ``dpace``
+    """
+
+    k: int = field(default=7, metadata={"names": ("--k",), "help": "Number of draft tokens of a block."})
+    anchors: int = field(default=32, metadata={"help": "Number of blocks of a sequence in one step."})
+    decay: float = field(
+        default=0.8, metadata={"help": "Weight of a draft relative to the one before, above 0 and at most 1."}
+    )
+
+    def __post_init__(self) -> None:
+        DraftTraining.__post_init__(self)  # `super()` does not work in a slotted dataclass
+        if self.k < 1 or self.anchors < 1 or not 0 < self.decay <= 1:
+            raise ConfigurationError(
+                "expected k and anchors of at least 1, and decay above 0 and at most 1, got "
+                f"{self.k}, {self.anchors} and {self.decay}; correct them"
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class TextOptions:
     """Options for making sequences.
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from torch import distributed as dist
 
 from paceline.core.errors import ConfigurationError
 from paceline.decoder.weights.atomic_write import atomic_write, save_pickle
+from paceline.heads.features import Corpus
 from paceline.heads.frozen_model import Texts, products
 from paceline.heads.options import TEXTS_PER_FILE, DraftTraining, TrainingOptions
 
@@ -67,6 +68,24 @@ def rank() -> int:
 def ranks() -> int:
     """Return the number of processes that train together."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+@contextmanager
+def distributed(device: str) -> Iterator[None]:
+    """Join the processes that torchrun or accelerate started, if one of them did, for the block. "cuda" then means a
+    GPU of this process's own.
+    """
+    if not (dist.is_available() and dist.is_torchelastic_launched()):
+        yield
+        return
+    cuda = torch.device(device).type == "cuda"
+    if cuda:
+        torch.cuda.set_device(dist.get_node_local_rank())
+    dist.init_process_group("nccl" if cuda else "gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def _over_ranks(parameters: Iterable[nn.Parameter], losses: list[float], *, late: bool) -> tuple[list[float], bool]:
@@ -269,24 +288,6 @@ def muon(matrices: Sequence[Tensor], rate: float) -> torch.optim.Muon:
     return torch.optim.Muon(matrices, rate, weight_decay=0.01, momentum=0.95, adjust_lr_fn="match_rms_adamw")
 
 
-class Corpus(Protocol):
-    """Batches of `TEXTS_PER_FILE` sequences with the target's hidden states, by number: `FeatureCache` or another
-    source.
-
-    key     identifies these sequences
-    length  tokens of a sequence, on average
-    """
-
-    key: str
-
-    @property
-    def length(self) -> float: ...
-
-    def batch(self, number: int) -> Texts: ...
-
-    def eval_texts(self) -> Texts: ...
-
-
 class CorpusTrainer(Trainer):
     """Trains a network on a corpus, its matrices with Muon and the rest with AdamW.
 
@@ -303,6 +304,11 @@ class CorpusTrainer(Trainer):
         key: Mapping[str, object],
         measure: Callable[[], list[float]] | None = None,
     ) -> None:
+        if options.batch_size % ranks():
+            raise ConfigurationError(
+                f"batch_size: expected a multiple of {ranks()}, the number of processes, got {options.batch_size}; "
+                "correct it"
+            )
         self._corpus, self._rows, self._measure = corpus, options.batch_size // ranks(), measure
         parameters = {name: p for name, p in network.named_parameters() if p.requires_grad}
         matrices = {name: p for name, p in parameters.items() if p.dim() == 2 and not _TABLES.search(name)}

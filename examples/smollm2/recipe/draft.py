@@ -26,11 +26,11 @@ from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.weights.hub import checkpoint_path
 from paceline.eagle.config import default_layers
 from paceline.heads.checkpoint import DraftVocab
-from paceline.heads.features import FeatureCache
+from paceline.heads.features import Corpus, FeatureCache
 from paceline.heads.frozen_model import FrozenTarget, Texts
 from paceline.heads.losses import target_probs
 from paceline.heads.options import CachedTextOptions, DraftTraining
-from paceline.heads.trainer import LOG_STEPS, Corpus, CorpusTrainer
+from paceline.heads.trainer import LOG_STEPS, CorpusTrainer
 
 LAYERS = (0, -1)  # of the target, which the draft begins with
 DISTANCE = 0.5  # weight of the total variation distance
