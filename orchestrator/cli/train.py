@@ -291,11 +291,15 @@ def _messages(row: dict[str, Any]) -> list[dict[str, str]]:
     return [{"role": _ROLES.get(role, role), "content": str(content)} for role, content in turns]
 
 
-Trained = Callable[[TrainingData, Path, "Progress"], "list[float] | None"]
-
-
 def _train(
-    label: str, target: Path, data: list[Path], *, files: TrainingFiles, device: str, train: Trained, as_json: bool
+    label: str,
+    target: Path,
+    data: list[Path],
+    *,
+    files: TrainingFiles,
+    device: str,
+    train: Callable[[TrainingData, Path, Progress], list[float] | None],
+    as_json: bool,
 ) -> None:
     """Read the data, train, and print the acceptance: greedy chains of 1, 2, ... right drafts."""
     with console.refusals():
