@@ -46,7 +46,7 @@ def talker(target: Path, tmp_path: Path) -> Path:
 def chats(path: Path, count: int) -> Path:
     rows = []
     for index in range(count):
-        content = [f"w{20 + (index + place) % 60}" for place in range(6)]
+        content = [f"w{40 + (index + place) % 40}" for place in range(6)]
         turns = [("user", " ".join(content[:2])), ("assistant", " ".join(content[2:]))]
         messages = [{"role": role, "content": text} for role, text in turns]
         shared = [{"from": "human" if role == "user" else "gpt", "value": text} for role, text in turns]
