@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from paceline.core.errors import ConfigurationError
 from paceline.core.types import DraftShape
@@ -35,3 +36,40 @@ def layerskip_shape(target: ModelConfig, wanted: Wanted, *, layers: int | None =
 def first_layers(target: ModelConfig) -> int:
     """Return how many layers draft if nothing else is asked for."""
     return max(1, target.num_layers // 4)
+
+
+@dataclass(frozen=True, slots=True)
+class PardOptions:
+    """The decoder to train.
+
+    start       folder of a decoder with the target's vocabulary; None = layers of the target
+    num_layers  number of layers of the target to begin with, from its first on; the last of them is the target's last
+    mask_token  id that stands for tokens not yet known; None = the rarest of the data
+    """
+
+    start: Path | None = field(
+        default=None,
+        metadata={"help": "Folder of a decoder to train, with the target's vocabulary. Default: the target's layers."},
+    )
+    num_layers: int = field(
+        default=2, metadata={"names": ("--head-layers",), "help": "Number of layers of the target to begin with."}
+    )
+    mask_token: int | None = field(
+        default=None, metadata={"help": "Id that stands for tokens not yet known. Default: the rarest of the data."}
+    )
+
+    def check(self, sizes: ModelConfig) -> None:
+        """Raise ConfigurationError if the target does not support such a decoder."""
+        if not 1 <= self.num_layers <= sizes.num_layers:
+            raise ConfigurationError(
+                f"num_layers: expected 1 to {sizes.num_layers}, the target's layers, got {self.num_layers}; correct it"
+            )
+        if self.mask_token is not None and not 0 <= self.mask_token < sizes.vocab_size:
+            raise ConfigurationError(
+                f"mask_token: expected an id below {sizes.vocab_size}, got {self.mask_token}; correct it"
+            )
+        if self.start is not None and (own := ModelConfig.from_pretrained(self.start).vocab_size) != sizes.vocab_size:
+            raise ConfigurationError(
+                f"start: expected a decoder with the target's vocabulary of {sizes.vocab_size} ids, got {own}; use "
+                "another decoder"
+            )

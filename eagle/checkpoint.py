@@ -20,7 +20,7 @@ from paceline.eagle import formats
 from paceline.eagle.config import EagleConfig
 from paceline.eagle.formats import EMBEDDING, HEAD, MASK, MASKED, OFFSETS
 from paceline.heads import layouts
-from paceline.heads.checkpoint import Checkpoint, check, drafted_ids, read, write
+from paceline.heads.checkpoint import Checkpoint, DraftVocab, check, drafted_ids, read, write
 from paceline.heads.layouts import read_config
 
 
@@ -93,34 +93,6 @@ def _nxd_reason(config: EagleConfig, num_layers: int | None) -> str:
 
 Head = Checkpoint[EagleConfig]
 """A head as read from a checkpoint; version 3 has ``ids`` [U] int64 instead of d2t and t2d."""
-
-
-@dataclass(frozen=True, slots=True)
-class DraftVocab:
-    """Ids that a head drafts: ids [U] int64, ascending; all of the target's for version 1."""
-
-    ids: Tensor
-    size: int
-
-    @classmethod
-    def frequent(cls, counts: Tensor, keep: int) -> DraftVocab:
-        """Return the ``keep`` most frequent ids, among equals the lower id. counts [V]"""
-        order = torch.argsort(counts, descending=True, stable=True)
-        return cls(order[:keep].sort().values, len(counts))
-
-    def to(self, device: str) -> DraftVocab:
-        """Return a copy on another device."""
-        return DraftVocab(self.ids.to(device), self.size)
-
-    @property
-    def offsets(self) -> Tensor:
-        """d2t [U] int64: the target's id of draft id i is i + d2t[i]."""
-        return self.ids - torch.arange(len(self.ids), device=self.ids.device)
-
-    @property
-    def mask(self) -> Tensor:
-        """t2d [V] bool: whether the head can draft that id."""
-        return torch.zeros(self.size, dtype=torch.bool, device=self.ids.device).index_fill(0, self.ids, True)
 
 
 def load(

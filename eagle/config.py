@@ -24,7 +24,7 @@ from paceline.core.errors import CheckpointError, ConfigurationError, MissingWei
 from paceline.decoder.json_fields import Fields
 from paceline.decoder.models.config import ModelConfig, RopeConfig
 from paceline.heads.layouts import LayerSizes, check_target, layer_ids, read_config
-from paceline.heads.options import TEXTS_PER_FILE, TrainingOptions
+from paceline.heads.options import DraftTraining
 
 log = logging.getLogger("paceline")
 
@@ -399,25 +399,19 @@ class EagleHeadOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class EagleTraining(TrainingOptions):
-    """Options for training an EAGLE head, in addition to those of every training.
+class EagleTraining(DraftTraining):
+    """Options for training an EAGLE head, in addition to those of every drafter.
 
-    learning_rate   2e-3 by default
-    batch_size      a divisor of `TEXTS_PER_FILE`, so that every sequence is used
-    tokens          in total, repeats of a sequence counted again
     ttt_steps       passes of the training-time test; 1 = only on the target's own features; None = 7, version 1: 1
     ttt_decay       weight of a pass relative to the previous one
     feature_weight  weight of the feature loss (version 1 only)
-    ce_weight       weight of the cross-entropy (version 1 only)
-    loss            "ce", the cross-entropy with the target's distribution, or a loss that aims at the acceptance rate
-                    (LK, arXiv 2602.23881): "lk_hybrid" or "nla"
+    ce_weight       weight of the loss on the distribution (version 1 only)
+    replay          weight of the loss on the head's own drafts where it was wrong (Draft-OPD, arXiv 2605.29343)
 
     Raises:
         ConfigurationError: a number is out of range.
     """
 
-    learning_rate: float = field(default=2e-3, metadata={"help": "Peak learning rate."})
-    tokens: int = field(default=1_000_000, metadata={"help": "Number of tokens to train on, repeats included."})
     ttt_steps: int | None = field(
         default=None, metadata={"help": "Number of passes of the training-time test. Default: 7; version 1: 1."}
     )
@@ -426,27 +420,26 @@ class EagleTraining(TrainingOptions):
     )
     feature_weight: float = field(default=1.0, metadata={"help": "Version 1: weight of the feature loss."})
     ce_weight: float = field(default=0.1, metadata={"help": "Version 1: weight of the cross-entropy loss."})
-    loss: str = field(
-        default="ce",
-        metadata={"help": "Loss on a draft's distribution: ce (cross-entropy), lk_hybrid or nla (acceptance rate)."},
+    replay: float = field(
+        default=0.0,
+        metadata={"help": "Weight of the loss on the head's own drafts, from places where it was wrong. Default: 0."},
     )
 
     def __post_init__(self) -> None:
-        TrainingOptions.__post_init__(self)  # `super()` does not work in a slotted dataclass
-        if self.tokens < 1 or (self.ttt_steps is not None and self.ttt_steps < 1) or not 0 < self.ttt_decay <= 1:
+        DraftTraining.__post_init__(self)  # `super()` does not work in a slotted dataclass
+        if (self.ttt_steps is not None and self.ttt_steps < 1) or not 0 < self.ttt_decay <= 1:
             raise ConfigurationError(
-                "expected positive tokens and ttt_steps, and ttt_decay above 0 and at most 1, got other values; "
-                "correct them"
+                "expected positive ttt_steps, and ttt_decay above 0 and at most 1, got other values; correct them"
             )
-        if not (0 <= self.feature_weight < math.inf and 0 <= self.ce_weight < math.inf):
-            raise ConfigurationError("expected feature_weight and ce_weight of at least 0, got less; correct them")
-        if self.loss not in ("ce", "lk_hybrid", "nla"):
-            raise ConfigurationError(f"loss: expected one of ce, lk_hybrid, nla, got {self.loss!r}; use one of them")
-        if TEXTS_PER_FILE % self.batch_size:
+        if not all(0 <= weight < math.inf for weight in (self.feature_weight, self.ce_weight, self.replay)):
             raise ConfigurationError(
-                f"batch_size: expected a divisor of {TEXTS_PER_FILE}, got {self.batch_size}; change it, since the "
-                "remaining sequences would be left out"
+                "expected feature_weight, ce_weight and replay of at least 0, got less; correct them"
             )
+
+    @property
+    def decay(self) -> float | None:
+        """Weight of a pass relative to the previous one; None: D-PACE's."""
+        return None if self.dpace else self.ttt_decay
 
     def passes(self, version: int) -> int:
         """Return the passes of the training-time test for a head of this version."""

@@ -404,7 +404,7 @@ def written(config: EagleConfig, layout: str, *, base: str = "") -> dict[str, ob
     layouts.check_layout(layout, LAYOUTS)
     if layout == "paceline":
         return {"paceline_eagle": 1, **asdict(config)}
-    sizes = _sizes(config)
+    sizes = layouts.written_sizes(config, num_layers=config.num_layers, qk_norm=config.qk_norm)
     if layout != "speculators":
         extra: dict[str, object] = {"fc_bias" if layout == "nxd" else "bias": config.fc_bias}
         if config.version == 3:
@@ -438,31 +438,3 @@ def written(config: EagleConfig, layout: str, *, base: str = "") -> dict[str, ob
         **{name: True for name in _SWITCHES if getattr(config, name)},
         **({"mask_token_id": config.mask_token} if parallel else {}),
     }
-
-
-def _sizes(config: EagleConfig) -> dict[str, object]:
-    """Return the layer's sizes by Hugging Face's names."""
-    rope = {name: value for name, value in asdict(config.rope).items() if value not in (None, ())}
-    kind, theta = rope.pop("type"), rope.pop("theta")
-    rope.pop("max_position_embeddings")
-    sizes: dict[str, object] = {
-        "architectures": ["Qwen3ForCausalLM" if config.qk_norm else "LlamaForCausalLM"],
-        "model_type": "qwen3" if config.qk_norm else "llama",
-        "hidden_act": "silu",
-        "num_hidden_layers": config.num_layers,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "rms_norm_eps": config.rms_norm_eps,
-        "max_position_embeddings": config.max_position_embeddings,
-        "vocab_size": config.vocab_size,
-        "attention_bias": config.attention_bias,
-        "mlp_bias": config.mlp_bias,
-        "rope_theta": theta,
-        "tie_word_embeddings": False,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
-    return sizes if kind == "default" else {**sizes, "rope_scaling": {"rope_type": kind, **rope}}

@@ -30,10 +30,11 @@ from paceline.core.errors import CheckpointError
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.weights.atomic_write import save_bytes
 from paceline.eagle import checkpoint
-from paceline.eagle.checkpoint import DraftVocab
 from paceline.eagle.config import EagleTraining
-from paceline.eagle.train import acceptance, continued, muon, objective, write
+from paceline.eagle.train import acceptance, continued, objective, write
+from paceline.heads.checkpoint import DraftVocab
 from paceline.heads.frozen_model import FrozenTarget, Texts, products
+from paceline.heads.trainer import muon
 
 ROWS = 8
 """Texts of a step."""

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline.decoder.kernels.protocol import Kernels, MlpWeights
-from paceline.decoder.kernels.torch_kernels import TorchKernels
 from paceline.decoder.models.layers import biased, gated_mlp
 from paceline.decoder.models.rope import rope_tables
 from paceline.decoder.parallel.collectives import Collectives, SingleRank
@@ -27,6 +26,7 @@ from paceline.decoder.parallel.vocab_parallel import whole
 from paceline.decoder.weights.formats import WeightFormat
 from paceline.decoder.weights.quantize import MatrixLike, matrix, quantize
 from paceline.eagle.config import EagleConfig, layer_prefix
+from paceline.heads.trainable import TrainingKernels, initial, register
 
 Qkv = tuple[Tensor, Tensor, Tensor]
 Attend = Callable[[int, Qkv], Tensor]
@@ -241,14 +241,6 @@ def masked_state(config: EagleConfig, tensors: Mapping[str, Tensor]) -> Tensor:
     return network.fuse(every["mask_hidden"].view(1, 1, -1)).flatten()
 
 
-class TrainingKernels(TorchKernels):
-    """Kernels whose matmuls support autocast and gradients."""
-
-    def linear(self, x: Tensor, weight: MatrixLike, count: Tensor | None = None) -> Tensor:
-        assert isinstance(weight, Tensor), "training has no quantised matrices"
-        return F.linear(x, weight)
-
-
 class TrainableHead(nn.Module):
     """A head in training, over whole sequences.
 
@@ -267,7 +259,7 @@ class TrainableHead(nn.Module):
         assert config.owns_output or head is not None, "it borrows the target's output layer"
         self.config, self._kernels = config, TrainingKernels()
         for name, shape in config.shapes().items():
-            _register(self, name, _initial(name, shape))
+            register(self, name, initial(name, shape))
         cos, sin = rope_tables(config.rope, config.head_dim, config.max_position_embeddings)
         for name, value in (("cos", cos), ("sin", sin), ("embedding", embedding), ("borrowed", head)):
             self.register_buffer(name, value, persistent=False)
@@ -331,21 +323,3 @@ def _attend_passes(q: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:
     for index, (_, value) in enumerate(later):
         attended = attended + weights[..., size + index, None] * value
     return attended
-
-
-def _register(module: nn.Module, name: str, value: Tensor) -> None:
-    """Register a parameter of a dotted name, in modules of its parts."""
-    *parents, last = name.split(".")
-    for parent in parents:
-        if not hasattr(module, parent):
-            module.add_module(parent, nn.Module())
-        module = module.get_submodule(parent)
-    module.register_parameter(last, nn.Parameter(value))
-
-
-def _initial(name: str, shape: tuple[int, ...]) -> Tensor:
-    """Return initial values: those of `nn.Linear`; norms ones, biases zeros, what stands for unknown states random."""
-    if name == "mask_hidden":
-        return torch.randn(shape)
-    value = torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
-    return nn.init.kaiming_uniform_(value, a=math.sqrt(5)) if len(shape) > 1 else value

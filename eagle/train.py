@@ -15,13 +15,12 @@ that do not fit (another width, other heads) are random.
 from __future__ import annotations
 
 import hashlib
-import math
-from collections.abc import Callable, Iterator, Sequence
+import random
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -29,7 +28,7 @@ from torch.nn import functional as F
 from paceline.core.errors import CheckpointError, ConfigurationError
 from paceline.decoder.models.config import ModelConfig
 from paceline.eagle import checkpoint
-from paceline.eagle.checkpoint import DraftVocab, Head
+from paceline.eagle.checkpoint import Head
 from paceline.eagle.config import (
     EagleConfig,
     EagleHeadOptions,
@@ -39,12 +38,13 @@ from paceline.eagle.config import (
     layer_prefix,
 )
 from paceline.eagle.network import Past, TrainableHead
-from paceline.heads.checkpoint import Checkpoint
-from paceline.heads.features import FeatureCache
-from paceline.heads.frozen_model import FrozenTarget, Texts, products
+from paceline.heads.checkpoint import Checkpoint, DraftVocab
+from paceline.heads.features import Corpus, TrainingData
+from paceline.heads.frozen_model import FrozenTarget, Texts
 from paceline.heads.layouts import write_json
-from paceline.heads.options import TEXTS_PER_FILE, CachedTextOptions
-from paceline.heads.trainer import LOG_STEPS, Progress, Trainer
+from paceline.heads.losses import LOSSES, chain_loss, right, target_probs
+from paceline.heads.options import CachedTextOptions
+from paceline.heads.trainer import CorpusTrainer, Progress, rank
 
 
 def objective(
@@ -55,47 +55,21 @@ def objective(
     last = texts.last[places].float()
     probs, inside = target_probs(last, head, vocabulary)
     rows = (places.flatten().cumsum(0) - 1).view_as(places)  # of a counted position among them
-    first, second, total = options.feature_weight, options.ce_weight, last.new_zeros(())
-    if network.config.version == 3:
-        first, second = 0.0, 1.0
-    for index, (hidden, ahead) in enumerate(passes(network, texts, options.passes(network.config.version))):
-        here = places[:, ahead:]
-        at, hidden = rows[:, ahead:][here], hidden[here]
-        weights = inside[at].float()
-        losses = LOSSES[options.loss](network.logits(hidden).float(), probs[at])
-        loss = second * (losses * weights).sum() / weights.sum().clamp(min=1)
-        if first:
-            loss = loss + first * F.smooth_l1_loss(hidden.float(), last[at])
-        total = total + options.ttt_decay**index * loss
-    return total
-
-
-def cross_entropy(logits: Tensor, probs: Tensor) -> Tensor:
-    """logits [..., U] of the head, probs [..., U] of the target -> [...]"""
-    return -(probs * F.log_softmax(logits, -1)).sum(-1)
-
-
-def overlap(logits: Tensor, probs: Tensor) -> Tensor:
-    """Return the rate at which `Reject` accepts a draft: 1 less the total variation distance. -> [...]"""
-    return torch.minimum(logits.softmax(-1), probs).sum(-1)
-
-
-def negative_log_acceptance(logits: Tensor, probs: Tensor) -> Tensor:
-    """The likelihood loss of LK (arXiv 2602.23881): the negative logarithm of the acceptance rate."""
-    return -overlap(logits, probs).clamp(min=1e-5).log()
-
-
-def lk_hybrid(logits: Tensor, probs: Tensor) -> Tensor:
-    """The hybrid loss of LK (arXiv 2602.23881): the divergence of Kullback and Leibler where little would be accepted,
-    the total variation distance where much would be; the weight falls with e to the power of -3 times the rate.
-    """
-    rate = overlap(logits, probs)
-    weight = torch.exp(-3.0 * rate.detach())
-    divergence = cross_entropy(logits, probs) + torch.xlogy(probs, probs).sum(-1)
-    return weight * divergence + (1 - weight) * (1 - rate)
-
-
-LOSSES = {"ce": cross_entropy, "nla": negative_log_acceptance, "lk_hybrid": lk_hybrid}
+    count = min(options.passes(network.config.version), places.shape[1] - 1)
+    losses, features = last.new_zeros(*places.shape, count), last.new_zeros(())
+    rates, known = torch.ones_like(losses), torch.zeros_like(losses, dtype=torch.bool)
+    for index, (hidden, ahead) in enumerate(passes(network, texts, count)):
+        here = F.pad(places[:, ahead:], (0, ahead))  # of a chain that starts at a position
+        at, hidden = rows[:, ahead:][here[:, :-ahead]], hidden[here[:, :-ahead]]
+        logits = network.logits(hidden).float()
+        losses[..., index][here] = LOSSES[options.loss](logits, probs[at])
+        known[..., index][here] = inside[at]
+        if options.decay is None:
+            rates[..., index][here] = right(logits.detach(), probs[at])
+        if network.config.version == 1 and options.feature_weight:
+            features = features + options.ttt_decay**index * F.smooth_l1_loss(hidden.float(), last[at])
+    total = chain_loss(losses, rates, known, decay=options.decay)
+    return total if network.config.version == 3 else options.ce_weight * total + options.feature_weight * features
 
 
 def passes(network: TrainableHead, texts: Texts, count: int) -> list[tuple[Tensor, int]]:
@@ -121,14 +95,42 @@ def passes(network: TrainableHead, texts: Texts, count: int) -> list[tuple[Tenso
 
 
 @torch.no_grad()
-def target_probs(last: Tensor, head: Tensor, vocabulary: DraftVocab) -> tuple[Tensor, Tensor]:
-    """Return the target's distribution over the drafted ids [..., U], and whether its best id is one of them [...].
-    last [..., H]
+def replayed(
+    network: TrainableHead,
+    texts: Texts,
+    count: int,
+    *,
+    target: FrozenTarget,
+    head: Tensor,
+    vocabulary: DraftVocab,
+    seed: int,
+) -> Texts:
+    """Return texts that end in the head's own drafts where it was wrong, with the target's states on them (Draft-OPD,
+    arXiv 2605.29343).
+
+    Every text is decoded with chains of ``count`` drafts; one of the rounds in which a draft is rejected is replayed:
+    the text up to its beginning, then all its drafts, whose positions alone count.
     """
-    logits = F.linear(last, head).float()
-    if len(vocabulary.ids) == vocabulary.size:
-        return logits.softmax(-1), torch.ones(last.shape[:-1], dtype=torch.bool, device=last.device)
-    return logits[..., vocabulary.ids].softmax(-1), vocabulary.mask[logits.argmax(-1)]
+    count = min(count, texts.tokens.shape[1] - 2)
+    agreed, drafts = _agreements(network, texts, count, head=head, vocabulary=vocabulary)
+    lengths = agreed.sum(1).tolist()
+    places = torch.ones_like(texts.tokens, dtype=torch.bool) if texts.counted is None else texts.counted
+    rng = random.Random(seed)
+    rows, counted = [], torch.zeros_like(places)
+    for row, tokens in enumerate(texts.tokens):
+        wrong, place, counts = [], 0, places[row].tolist()
+        while place < len(lengths[row]):
+            if counts[place + 1] and lengths[row][place] < count:
+                wrong.append(place)
+            place += 1 + lengths[row][place] if counts[place + 1] else 1
+        if wrong:
+            place = rng.choice(wrong)
+            tokens = tokens.clone()
+            tokens[place + 2 : place + 2 + count] = drafts[row, :, place][: len(tokens) - place - 2]
+            counted[row, place + 1 : place + 1 + count] = True
+        rows.append(tokens)
+    read = target.read(torch.stack(rows))
+    return Texts(read.tokens, read.last, read.streams, counted)
 
 
 @torch.no_grad()
@@ -142,8 +144,8 @@ def acceptance(
     Raises:
         ConfigurationError: no position qualifies.
     """
-    parts = [text_part(texts, index, 8) for index in range(-(-len(texts.tokens) // 8))]
-    agreements = [_agreements(network, part, depth, head=head, vocabulary=vocabulary) for part in parts]
+    parts = [texts.rows(index, 8) for index in range(-(-len(texts.tokens) // 8))]
+    agreements = [_agreements(network, part, depth, head=head, vocabulary=vocabulary)[0] for part in parts]
     agreed = torch.cat(agreements)
     places = torch.ones_like(agreed[:, 0])
     if texts.counted is not None:  # a chain counts if all its drafts count
@@ -157,22 +159,20 @@ def acceptance(
     return [float(row[places].double().mean()) for row in agreed.unbind(1)]
 
 
-def _agreements(network: TrainableHead, texts: Texts, count: int, *, head: Tensor, vocabulary: DraftVocab) -> Tensor:
-    """Return whether drafts up to this pass were all right, [b, passes, places] bool."""
+def _agreements(
+    network: TrainableHead, texts: Texts, count: int, *, head: Tensor, vocabulary: DraftVocab
+) -> tuple[Tensor, Tensor]:
+    """Return whether drafts up to this pass were all right, and the drafts, [b, passes, places]."""
     choices = F.linear(texts.last.float(), head).argmax(-1)
     size = texts.tokens.shape[1] - count
     standing = torch.ones(len(texts.tokens), size, dtype=torch.bool, device=choices.device)
-    rows = []
+    rows, every = [], []
     for hidden, ahead in passes(network, texts, count):
-        drafts = vocabulary.ids[network.logits(hidden).argmax(-1)]
-        standing = standing & (drafts[:, :size] == choices[:, ahead : ahead + size])
+        drafts = vocabulary.ids[network.logits(hidden[:, :size]).argmax(-1)]
+        standing = standing & (drafts == choices[:, ahead : ahead + size])
         rows.append(standing)
-    return torch.stack(rows, 1)
-
-
-def text_part(texts: Texts, index: int, rows: int) -> Texts:
-    """Return part ``index`` of the sequences, ``rows`` of them."""
-    return texts.part(slice(index * rows, (index + 1) * rows))
+        every.append(drafts)
+    return torch.stack(rows, 1), torch.stack(every, 1)
 
 
 _FC = 0.5  # diagonal of the fc of version 1, which mixes a token and a feature
@@ -254,39 +254,13 @@ def continued(found: Head, target: FrozenTarget, *, where: Path) -> TrainableHea
 Measure = Callable[[TrainableHead], list[float]]
 """Return shares of positions at which chains of 1, 2, ... drafts are all right."""
 
-_MEASURES = 10  # per run, evenly spaced
 
-
-def muon(matrices: Sequence[Tensor], rate: float) -> torch.optim.Muon:
-    """Create Muon (Jordan et al., 2024), its updates scaled to AdamW's at the same rate (Liu et al., arXiv
-    2502.16982).
-    """
-    return torch.optim.Muon(matrices, rate, weight_decay=0.01, momentum=0.95, adjust_lr_fn="match_rms_adamw")
-
-
-class Corpus(Protocol):
-    """Batches of `TEXTS_PER_FILE` sequences with the target's hidden states, by number: `FeatureCache` or another
-    source.
-
-    key     identifies these sequences
-    length  tokens of a sequence, on average
-    """
-
-    key: str
-
-    @property
-    def length(self) -> float: ...
-
-    def batch(self, number: int) -> Texts: ...
-
-    def eval_texts(self) -> Texts: ...
-
-
-class EagleTrainer(Trainer):
+class EagleTrainer(CorpusTrainer):
     """Trains a head in place; ``measure`` is logged at intervals.
 
     head        [V, H], the target's output layer
     vocabulary  ids that the head drafts
+    target      what supervises replayed drafts; needed if ``options.replay`` is set
 
     Raises:
         ConfigurationError: the folder holds the state of a run with another head, target, other data or options.
@@ -302,51 +276,28 @@ class EagleTrainer(Trainer):
         vocabulary: DraftVocab,
         folder: Path,
         measure: Measure | None = None,
+        target: FrozenTarget | None = None,
     ) -> None:
-        self.network, self._corpus, self._training = network, corpus, options
-        self._measure, self._head, self._vocabulary = measure, head, vocabulary
-        parameters = dict(network.named_parameters())
-        matrices = {name: p for name, p in parameters.items() if p.dim() == 2 and not name.startswith("lm_head")}
-        vectors = [p for name, p in parameters.items() if name not in matrices]
-        rate = options.learning_rate
+        self.network, self._training, self._target = network, options, target
+        self._head, self._vocabulary = head, vocabulary
         super().__init__(
+            network,
+            corpus,
             options,
-            parameters=parameters,
-            optimizers=[muon(list(matrices.values()), rate), torch.optim.AdamW(vectors, rate, betas=(0.9, 0.98))],
-            steps=math.ceil(options.tokens / (options.batch_size * corpus.length)),
             folder=folder,
-            key={
-                **asdict(network.config),
-                "corpus": corpus.key,
-                "drafted ids": hashlib.sha256(vocabulary.ids.cpu().numpy().tobytes()).hexdigest()[:16],
-                "start": network.start,
-            },
+            key={**asdict(network.config), "drafted ids": vocabulary.key, "start": network.start},
+            measure=None if measure is None else lambda: measure(network),
         )
 
-    def rate(self) -> float:
-        return min(1.0, (self.step + 1) / 20) * (0.02 + 0.49 * (1 + math.cos(math.pi * self.step / self.steps)))
-
-    def batches(self) -> Iterator[Texts]:
-        rows = self._training.batch_size
-        texts: Texts | None = None
-        while self.step < self.steps:
-            number, index = divmod(self.step, TEXTS_PER_FILE // rows)
-            if texts is None or not index:
-                texts = self._corpus.batch(number)
-            yield text_part(texts, index, rows)
-
-    def backward(self, batch: Texts) -> list[float]:
-        with products(self._training.precision, self._training.device):
-            loss = objective(self.network, batch, self._training, head=self._head, vocabulary=self._vocabulary)
-        loss.backward()
-        return [float(loss.detach())]
-
-    def log_row(self, losses: Sequence[float]) -> dict[str, object]:
-        row: dict[str, object] = {"loss": round(self.loss, 4)}
-        every = max(LOG_STEPS, self.steps // _MEASURES // LOG_STEPS * LOG_STEPS)
-        if self._measure is not None and (self.step % every == 0 or self.step == self.steps):
-            row["greedy chains"] = [round(share, 4) for share in self._measure(self.network)]
-        return row
+    def objective(self, batch: Texts) -> Tensor:
+        given: Any = {"head": self._head, "vocabulary": self._vocabulary}
+        loss = objective(self.network, batch, self._training, **given)
+        if not self._training.replay:
+            return loss
+        assert self._target is not None, "replay needs the target"
+        count = self._training.passes(self.network.config.version)
+        again = replayed(self.network, batch, count, target=self._target, seed=self.step, **given)
+        return loss + self._training.replay * objective(self.network, again, self._training, **given)
 
 
 MEASURED = "acceptance.json"
@@ -354,7 +305,7 @@ MEASURED = "acceptance.json"
 
 def train(
     target: Path,
-    stream: np.ndarray,
+    data: TrainingData,
     head: EagleHeadOptions,
     *,
     texts: CachedTextOptions,
@@ -365,28 +316,38 @@ def train(
 ) -> list[float] | None:
     """Train a head and write it to ``out`` in bfloat16, with acceptance.json; None if the time limit ended the run.
 
-    stream [n], token ids end to end. Returns the share of positions at which chains of 1, 2, ... drafts are all right.
+    Returns the share of positions at which chains of 1, 2, ... drafts are all right.
     """
     sizes = ModelConfig.from_pretrained(target)
     check(head, texts, sizes)
-    frozen, network, vocabulary = _begin(target, stream, head, sizes=sizes, options=options)
-    features = FeatureCache(frozen, stream, texts, folder=work / "states")
+    frozen, network, vocabulary = _begin(target, data, head, sizes=sizes, options=options)
+    features = data.corpus(frozen, texts, folder=work / "states")
     eval_texts, output = features.eval_texts(), frozen.output.detach()
 
     def measure(network: TrainableHead) -> list[float]:
-        skip = texts.prompt_length
+        skip = data.skip(texts)
         return acceptance(network, eval_texts, depth=head.depth, head=output, vocabulary=vocabulary, skip=skip)
 
-    trainer = EagleTrainer(network, features, options, head=output, vocabulary=vocabulary, folder=work, measure=measure)
+    trainer = EagleTrainer(
+        network,
+        features,
+        options,
+        head=output,
+        vocabulary=vocabulary,
+        folder=work,
+        measure=measure,
+        target=frozen,
+    )
     if not trainer.run(report):
         return None
     shares = measure(network)
-    write(out, network, vocabulary, shares=shares)
+    if not rank():
+        write(out, network, vocabulary, shares=shares)
     return shares
 
 
 def _begin(
-    target: Path, stream: np.ndarray, head: EagleHeadOptions, *, sizes: ModelConfig, options: EagleTraining
+    target: Path, data: TrainingData, head: EagleHeadOptions, *, sizes: ModelConfig, options: EagleTraining
 ) -> tuple[FrozenTarget, TrainableHead, DraftVocab]:
     """Return the target, and the head before the first step: fresh, or one to continue."""
     if head.start is not None:
@@ -396,7 +357,7 @@ def _begin(
         return frozen, continued(found, frozen, where=head.start), vocabulary.to(options.device)
     layers = head.layers or (default_layers(sizes.num_layers) if head.version == 3 else ())
     frozen = FrozenTarget(target, layers, precision=options.precision, device=options.device)
-    counts = torch.from_numpy(np.bincount(stream, minlength=sizes.vocab_size))
+    counts = data.counts(sizes.vocab_size)
     drafted = sizes.vocab_size if head.draft_vocab_size is None else head.draft_vocab_size
     vocabulary = DraftVocab.frequent(counts, drafted).to(options.device)
     mask = int(counts.argmin()) if head.peagle and head.mask_token is None else head.mask_token

@@ -6,6 +6,7 @@ Pickles are read by torch's restricted unpickler.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -177,3 +178,36 @@ def drafted_ids(sizes: tuple[int, int], offsets: Tensor | None, mask: Tensor | N
                 f"{where}: expected the same ids in t2d and d2t, got different ones; download the checkpoint again"
             )
     return ids
+
+
+@dataclass(frozen=True, slots=True)
+class DraftVocab:
+    """Ids that a head drafts: ids [U] int64, ascending; all of the target's for version 1."""
+
+    ids: Tensor
+    size: int
+
+    @classmethod
+    def frequent(cls, counts: Tensor, keep: int) -> DraftVocab:
+        """Return the ``keep`` most frequent ids, among equals the lower id. counts [V]"""
+        order = torch.argsort(counts, descending=True, stable=True)
+        return cls(order[:keep].sort().values, len(counts))
+
+    def to(self, device: str) -> DraftVocab:
+        """Return a copy on another device."""
+        return DraftVocab(self.ids.to(device), self.size)
+
+    @property
+    def key(self) -> str:
+        """Identifies the ids."""
+        return hashlib.sha256(self.ids.cpu().numpy().tobytes()).hexdigest()[:16]
+
+    @property
+    def offsets(self) -> Tensor:
+        """d2t [U] int64: the target's id of draft id i is i + d2t[i]."""
+        return self.ids - torch.arange(len(self.ids), device=self.ids.device)
+
+    @property
+    def mask(self) -> Tensor:
+        """t2d [V] bool: whether the head can draft that id."""
+        return torch.zeros(self.size, dtype=torch.bool, device=self.ids.device).index_fill(0, self.ids, True)

@@ -1,18 +1,21 @@
 """Hidden states of the frozen target, from which heads learn: computed once and kept on disk.
 
-Two ways: `write_features` computes all of them before the training, in files that an interrupted run resumes from;
-`FeatureCache` computes them on request, and keeps them up to a limit. Sequences are cut out of a stream of tokens
-(`cut`), or written by the target (`self_generate`).
+`write_features` computes all of them before the training, in files that an interrupted run resumes from. `FeatureCache`
+computes them on request, and keeps them up to a limit; `Conversations` computes those of whole conversations;
+`FeatureFiles` reads those that SpecForge and speculators wrote. Sequences are cut out of a stream of tokens (`cut`), or
+written by the target (`self_generate`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -26,6 +29,24 @@ from paceline.heads.options import TEXTS_PER_FILE, CachedTextOptions
 
 Report = Callable[[str, int, int], None]
 """(current task, amount done, total amount)"""
+
+
+class Corpus(Protocol):
+    """Batches of `TEXTS_PER_FILE` sequences with the target's hidden states, by number: `FeatureCache` or another
+    source.
+
+    key     identifies these sequences
+    length  tokens of a sequence, on average
+    """
+
+    key: str
+
+    @property
+    def length(self) -> float: ...
+
+    def batch(self, number: int) -> Texts: ...
+
+    def eval_texts(self) -> Texts: ...
 
 
 def write_features(
@@ -127,6 +148,221 @@ class FeatureCache:
         stored = sum(file.stat().st_size for file in path.parent.iterdir())
         if stored + size <= self._options.feature_cache_bytes:
             save_tensors(path, tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Ids of a conversation, and which of them are of an answer: a drafter drafts nothing else."""
+
+    tokens: np.ndarray
+    answer: np.ndarray
+
+
+_POOL = 64  # batches among which texts are sorted by length
+_COUNTED = 512  # files whose ids are counted
+_STEP = 32  # lengths of batches are multiples of it
+_UNREADABLE = (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError, pickle.UnpicklingError)
+
+
+class Conversations:
+    """Batches of conversations with the target's hidden states; each is read from its beginning.
+
+    measured  conversations to measure on
+    longest   tokens of each that are read
+    length    tokens of a text on average, with what fills the rows
+    """
+
+    def __init__(
+        self,
+        target: FrozenTarget,
+        texts: Sequence[Conversation],
+        measured: Sequence[Conversation],
+        *,
+        longest: int,
+        seed: int = 0,
+    ) -> None:
+        self._target, self._longest, self._seed = target, longest, seed
+        self._texts, self._measured = self._whole(texts), self._whole(measured)
+        self.batches = len(self._texts) // TEXTS_PER_FILE
+        if not self.batches or not self._measured:
+            raise ConfigurationError(
+                f"data: expected at least {TEXTS_PER_FILE} conversations with an answer among their first {longest} "
+                f"tokens, and one to evaluate on, got {len(self._texts)} and {len(self._measured)}; give more, or "
+                "a greater length"
+            )
+        self.length = sum(self._size(batch) for batch in self._epoch(0)) / self.batches
+        parts = [part.tobytes() for text in self._texts for part in (text.tokens, text.answer)]
+        self.key = hashlib.sha256(b"".join([target.fingerprint().encode(), *parts])).hexdigest()[:16]
+        self._order: tuple[int, list[list[Conversation]]] | None = None
+
+    def batch(self, number: int) -> Texts:
+        """Return batch ``number``; the order changes after every ``batches`` of them."""
+        epoch, index = divmod(number, self.batches)
+        if self._order is None or self._order[0] != epoch:
+            self._order = epoch, self._epoch(epoch)
+        return self.read(self._order[1][index])
+
+    def eval_texts(self) -> Texts:
+        """Return the conversations to measure on."""
+        return self.read(self._measured)
+
+    def read(self, texts: Sequence[Conversation]) -> Texts:
+        """Compute the states of conversations, in rows of one length."""
+        tokens, answers = _rows(texts, self._size(texts))
+        made = self._target.read(tokens)
+        return Texts(made.tokens, made.last, made.streams, _counted(answers).to(made.tokens.device))
+
+    def _whole(self, texts: Sequence[Conversation]) -> list[Conversation]:
+        short = [Conversation(text.tokens[: self._longest], text.answer[: self._longest]) for text in texts]
+        return [text for text in short if text.answer[1:].any()]
+
+    def _epoch(self, epoch: int) -> list[list[Conversation]]:
+        rng = np.random.default_rng(self._seed + epoch)
+        order = rng.permutation(len(self._texts))[: self.batches * TEXTS_PER_FILE]
+        batches: list[list[Conversation]] = []
+        for begin in range(0, len(order), _POOL * TEXTS_PER_FILE):
+            pool = sorted(
+                order[begin : begin + _POOL * TEXTS_PER_FILE].tolist(), key=lambda i: len(self._texts[i].tokens)
+            )
+            batches += [
+                [self._texts[i] for i in pool[at : at + TEXTS_PER_FILE]] for at in range(0, len(pool), TEXTS_PER_FILE)
+            ]
+        return [batches[i] for i in rng.permutation(len(batches))]
+
+    def _size(self, texts: Sequence[Conversation]) -> int:
+        return -(-max(len(text.tokens) for text in texts) // _STEP) * _STEP
+
+
+def _rows(texts: Sequence[Conversation], size: int) -> tuple[Tensor, Tensor]:
+    """Return tokens [n, size] int64 and which are of an answer, bool; id 0 fills the rows."""
+    tokens, answers = np.zeros((len(texts), size), dtype=np.int64), np.zeros((len(texts), size), dtype=bool)
+    for row, text in enumerate(texts):
+        tokens[row, : len(text.tokens)], answers[row, : len(text.tokens)] = text.tokens, text.answer
+    return torch.from_numpy(tokens), torch.from_numpy(answers)
+
+
+def _counted(answers: Tensor) -> Tensor:
+    """Return the positions that predict a token of an answer. [n, S]"""
+    return torch.nn.functional.pad(answers[:, 1:], (0, 1))
+
+
+class FeatureFiles:
+    """Batches of texts whose hidden states SpecForge or speculators wrote, a file for each text.
+
+    SpecForge's files hold ``aux_hidden_state``, and ``hidden_state`` after the last norm; speculators' hold
+    ``hidden_states`` of several layers, the last before that norm, and no mask of the answers: all positions count,
+    unless the file has a ``loss_mask``.
+    """
+
+    def __init__(self, target: FrozenTarget, folder: Path, *, longest: int, measured: int) -> None:
+        files = feature_files(folder)
+        self.batches = (len(files) - measured) // TEXTS_PER_FILE
+        if self.batches < 1:
+            raise ConfigurationError(
+                f"data: expected at least {TEXTS_PER_FILE + measured} files of hidden states ({TEXTS_PER_FILE} to "
+                f"train on, {measured} to evaluate on), got {len(files)} in {folder}; give more, or fewer eval_samples"
+            )
+        self._target, self._longest = target, longest
+        self._files, self._measured = files[: len(files) - measured], files[len(files) - measured :]
+        lengths = [len(self._one(file)[0].tokens) for file in self._files[: 4 * TEXTS_PER_FILE]]
+        self.length = sum(lengths) / len(lengths)
+        facts = [[file.name, file.stat().st_size] for file in files]
+        self.key = hashlib.sha256(json.dumps([target.fingerprint(), longest, facts]).encode()).hexdigest()[:16]
+
+    def batch(self, number: int) -> Texts:
+        """Return batch ``number``, in the order of the files' names, from the first again after the last."""
+        first = number % self.batches * TEXTS_PER_FILE
+        return self._read(self._files[first : first + TEXTS_PER_FILE])
+
+    def eval_texts(self) -> Texts:
+        """Return the texts to measure on."""
+        return self._read(self._measured)
+
+    def _read(self, files: Sequence[Path]) -> Texts:
+        texts, last, streams = zip(*(self._one(file) for file in files), strict=True)
+        tokens, answers = _rows(texts, max(len(text.tokens) for text in texts))
+        states = [torch.nn.utils.rnn.pad_sequence(part, batch_first=True) for part in (last, streams)]
+        return Texts(tokens, states[0], states[1], _counted(answers)).to(self._target.device)
+
+    def _one(self, path: Path) -> tuple[Conversation, Tensor, Tensor]:
+        try:
+            made = _tensors(path)
+            tokens = _ids(made)[: self._longest]
+            if "aux_hidden_state" in made:
+                streams, last = made["aux_hidden_state"], made["hidden_state"]
+            else:
+                states = made["hidden_states"]
+                states = torch.stack(states, 1) if isinstance(states, list) else states
+                streams, last = states[:, :-1].flatten(1), self._target.normed(states[:, -1])
+            answers = made.get("loss_mask", torch.ones(len(tokens))).flatten()[: len(tokens)].bool()
+            width, size = len(self._target.layers) * self._target.output.shape[1], len(tokens)
+            streams, last = (x.reshape(-1, x.shape[-1])[:size].bfloat16() for x in (streams, last))
+            if width and streams.shape != (size, width):
+                raise ValueError(f"states of width {streams.shape[-1]}, where the head reads {width}")
+        except (
+            OSError,
+            RuntimeError,
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            pickle.UnpicklingError,
+        ) as error:
+            raise ConfigurationError(
+                f"data: expected a file of hidden states of SpecForge or speculators for this target, got {path} "
+                f"({error}); write the files again, with the layers that the head reads"
+            ) from error
+        return Conversation(tokens.numpy().astype(np.int64), answers.numpy()), last, streams
+
+
+def _tensors(path: Path) -> dict[str, Any]:
+    made: dict[str, Any] = load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
+    return made
+
+
+def _ids(made: Mapping[str, Any]) -> Tensor:
+    ids: Tensor = made["token_ids" if "token_ids" in made else "input_ids"].flatten()
+    return ids
+
+
+def feature_files(folder: Path) -> list[Path]:
+    """Return the files of hidden states in a folder that SpecForge or speculators wrote, and its subfolders."""
+    found = [file for file in folder.rglob("*") if file.suffix in {".ckpt", ".pt", ".safetensors"}]
+    return sorted(found, key=lambda file: (len(file.name), file.name, str(file)))
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingData:
+    """Texts to train on: a stream of token ids [n], conversations, or a folder of files with hidden states."""
+
+    stream: np.ndarray
+    texts: tuple[Conversation, ...] = ()
+    states: Path | None = None
+
+    @classmethod
+    def of_files(cls, folder: Path) -> TrainingData:
+        """Return a folder of files with hidden states; ids are counted in the first files."""
+        ids = [_ids(_tensors(file)).numpy() for file in feature_files(folder)[:_COUNTED]]
+        return cls(np.concatenate(ids).astype(np.int32), states=folder)
+
+    def counts(self, size: int) -> Tensor:
+        """Return how often every id occurs, [V]."""
+        return torch.from_numpy(np.bincount(self.stream, minlength=size))
+
+    def corpus(self, target: FrozenTarget, options: CachedTextOptions, *, folder: Path) -> Corpus:
+        """Return the batches of these texts with the target's states, kept in ``folder``."""
+        if self.states is not None:
+            return FeatureFiles(target, self.states, longest=options.length, measured=options.eval_samples)
+        if not self.texts:
+            return FeatureCache(target, self.stream, options, folder=folder)
+        order = np.random.default_rng(options.seed).permutation(len(self.texts)).tolist()
+        mixed, kept = [self.texts[index] for index in order], len(order) - options.eval_samples
+        seed = options.seed
+        return Conversations(target, mixed[: max(0, kept)], mixed[max(0, kept) :], longest=options.length, seed=seed)
+
+    def skip(self, options: CachedTextOptions) -> int:
+        """Return the positions of a text that are not measured; in conversations the answers tell."""
+        return 0 if self.texts or self.states is not None else options.prompt_length
 
 
 def cut(stream: np.ndarray, count: int, length: int, *, seed: int) -> Tensor:

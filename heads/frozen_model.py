@@ -112,6 +112,10 @@ class Texts:
         counted = None if self.counted is None else self.counted[places]
         return Texts(self.tokens[places], self.last[places], self.streams[places], counted)
 
+    def rows(self, index: int, count: int) -> Texts:
+        """Return part ``index`` of the sequences, ``count`` of them."""
+        return self.part(slice(index * count, (index + 1) * count))
+
     def to(self, device: str) -> Texts:
         """Return a copy on another device."""
         counted = None if self.counted is None else self.counted.to(device)
@@ -122,8 +126,9 @@ class FrozenTarget:
     """A checkpoint that transformers can load, without gradients.
 
     layers     the residual streams that `read` returns; empty = the last hidden state
-    precision  of the matmuls of `read` and `states`; see `products`
+    precision  of the matmuls of `read` and `states`; see `products`. On a GPU the weights, too, are in it
     device     of the model and its results; tokens may be on any device
+    model      the model of transformers
     output     [V, H], the output layer
     embedding  [V, H]
     norm       [H], the weight of the final norm
@@ -136,7 +141,8 @@ class FrozenTarget:
         self, folder: Path, layers: tuple[int, ...] = (), *, precision: str = "f32", device: str = "cpu"
     ) -> None:
         check_device(device)
-        model = transformers_model(folder, torch.float32).to(device)
+        halves = precision == "bf16" and torch.device(device).type == "cuda"
+        model = transformers_model(folder, torch.bfloat16 if halves else torch.float32).to(device)
         model.requires_grad_(False)
         decoder = model.get_decoder()
         several = bool(layers) and hasattr(decoder, "altup_projections")  # states of a token, as in Gemma 3n
@@ -145,35 +151,40 @@ class FrozenTarget:
                 f"{folder}: expected a target of one hidden state a token, with parts named as in Llama, to train "
                 f"heads for, got {model.config.model_type}; use heads that are trained, or another target"
             )
-        self._model: Any = model
+        self.model: Any = model
         self.layers, self.precision, self.device = layers, precision, device
-        self.output = nn.Parameter(model.get_output_embeddings().weight.detach(), requires_grad=False)
-        self.embedding: Tensor = model.get_input_embeddings().weight.detach()
-        self.norm: Tensor = decoder.norm.weight.detach()
+        self.output = nn.Parameter(model.get_output_embeddings().weight.detach().float(), requires_grad=False)
+        self.embedding: Tensor = model.get_input_embeddings().weight.detach().float()
+        self.norm: Tensor = decoder.norm.weight.detach().float()
 
     def fingerprint(self) -> str:
         """Identifies the model and precision of its hidden states, independent of file locations."""
-        config = {name: value for name, value in self._model.config.to_dict().items() if name != "_name_or_path"}
-        sums = {name: float(x.cpu().sum(dtype=torch.float64)) for name, x in self._model.named_parameters()}
+        config = {name: value for name, value in self.model.config.to_dict().items() if name != "_name_or_path"}
+        sums = {name: float(x.cpu().sum(dtype=torch.float64)) for name, x in self.model.named_parameters()}
         facts = [config, sums] if self.precision == "f32" else [config, sums, self.precision]
         return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 
     def block(self, index: int) -> dict[str, Tensor]:
         """Return the weights of one layer, by their short names."""
-        weights: dict[str, Tensor] = self._model.get_decoder().layers[index].state_dict()
-        return weights
+        return {name: x.float() for name, x in self.model.get_decoder().layers[index].state_dict().items()}
+
+    @torch.no_grad()
+    def normed(self, states: Tensor) -> Tensor:
+        """Apply the last norm to states [..., H]."""
+        made: Tensor = self.model.get_decoder().norm(states.to(self.device).float())
+        return made
 
     @torch.no_grad()
     def states(self, tokens: Tensor) -> Tensor:
         """Compute hidden states: tokens [n, S] -> [n, S, H] float32, after the final norm."""
         with products(self.precision, self.device):
-            states: Tensor = self._model.get_decoder()(tokens.to(self.device), use_cache=False).last_hidden_state
+            states: Tensor = self.model.get_decoder()(tokens.to(self.device), use_cache=False).last_hidden_state.float()
         return states
 
     @torch.no_grad()
     def read(self, tokens: Tensor) -> Texts:
         """Compute tokens [n, S] with their hidden states, in bfloat16."""
-        tokens, decoder = tokens.to(self.device), self._model.get_decoder()
+        tokens, decoder = tokens.to(self.device), self.model.get_decoder()
         before_norm: list[Tensor] = []
         # transformers returns the last stream only after the norm; a hook reads it before.
         hook = decoder.norm.register_forward_pre_hook(lambda _, inputs: before_norm.append(inputs[0]))
@@ -197,7 +208,7 @@ class FrozenTarget:
         """Continue prompts [n, S] to [n, S + length] with the model, greedily at temperature 0."""
         sampled = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature > 0 else {}
         prompts = prompts.to(self.device)
-        tokens: Tensor = self._model.generate(
+        tokens: Tensor = self.model.generate(
             prompts,
             attention_mask=torch.ones_like(prompts),
             min_new_tokens=length,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +194,34 @@ def write_json(path: Path, values: object, *, indent: int | None = None) -> None
     """
     with atomic_write(path):
         path.write_text(json.dumps(values, indent=indent) + "\n", encoding="utf-8")
+
+
+def written_sizes(config: LayerSizes, *, num_layers: int, qk_norm: bool) -> dict[str, object]:
+    """Return the layer's sizes by Hugging Face's names."""
+    rope = {name: value for name, value in asdict(config.rope).items() if value not in (None, ())}
+    kind, theta = rope.pop("type"), rope.pop("theta")
+    rope.pop("max_position_embeddings")
+    sizes: dict[str, object] = {
+        "architectures": ["Qwen3ForCausalLM" if qk_norm else "LlamaForCausalLM"],
+        "model_type": "qwen3" if qk_norm else "llama",
+        "hidden_act": "silu",
+        "num_hidden_layers": num_layers,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "rms_norm_eps": config.rms_norm_eps,
+        "max_position_embeddings": config.max_position_embeddings,
+        "vocab_size": config.vocab_size,
+        "attention_bias": config.attention_bias,
+        "mlp_bias": config.mlp_bias,
+        "rope_theta": theta,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    return sizes if kind == "default" else {**sizes, "rope_scaling": {"rope_type": kind, **rope}}
 
 
 def check_layout(layout: str, layouts: Iterable[str]) -> None:

@@ -68,6 +68,70 @@ class TrainingOptions:
         return {name: value for name, value in asdict(self).items() if name not in {"max_minutes", "device"}}
 
 
+LOSSES = ("ce", "lk_hybrid", "nla")
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTraining(TrainingOptions):
+    """Options for training a head, or a decoder, that drafts chains.
+
+    batch_size  a divisor of `TEXTS_PER_FILE`, so that every sequence is used
+    tokens      in total, repeats of a sequence counted again
+    loss        "ce", the cross-entropy with the target's distribution, or a loss that aims at the acceptance rate (LK,
+                arXiv 2602.23881): "lk_hybrid" or "nla"
+    dpace       weights of a chain's drafts by D-PACE (arXiv 2605.18810) in place of falling ones
+
+    Raises:
+        ConfigurationError: a number is out of range.
+    """
+
+    learning_rate: float = field(default=2e-3, metadata={"help": "Peak learning rate."})
+    tokens: int = field(default=1_000_000, metadata={"help": "Number of tokens to train on, repeats included."})
+    loss: str = field(
+        default="ce",
+        metadata={"help": "Loss on a draft's distribution: ce (cross-entropy), lk_hybrid or nla (acceptance rate)."},
+    )
+    dpace: bool = field(
+        default=False, metadata={"help": "Weights of the drafts of a chain by D-PACE: most where chains end most."}
+    )
+
+    def __post_init__(self) -> None:
+        TrainingOptions.__post_init__(self)  # `super()` does not work in a slotted dataclass
+        if self.tokens < 1:
+            raise ConfigurationError(f"tokens: expected at least 1, got {self.tokens}; raise it")
+        if self.loss not in LOSSES:
+            raise ConfigurationError(f"loss: expected one of {', '.join(LOSSES)}, got {self.loss!r}; use one of them")
+        if TEXTS_PER_FILE % self.batch_size:
+            raise ConfigurationError(
+                f"batch_size: expected a divisor of {TEXTS_PER_FILE}, got {self.batch_size}; change it, since the "
+                "remaining sequences would be left out"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTraining(DraftTraining):
+    """Options for training a drafter that drafts a block in one pass, in addition to those of every drafter.
+
+    k        drafts of a block
+    anchors  blocks of a sequence in one step
+    decay    weight of a draft relative to the one before, without ``dpace``
+    """
+
+    k: int = field(default=7, metadata={"names": ("--k",), "help": "Number of draft tokens of a block."})
+    anchors: int = field(default=32, metadata={"help": "Number of blocks of a sequence in one step."})
+    decay: float = field(
+        default=0.8, metadata={"help": "Weight of a draft relative to the one before, above 0 and at most 1."}
+    )
+
+    def __post_init__(self) -> None:
+        DraftTraining.__post_init__(self)  # `super()` does not work in a slotted dataclass
+        if self.k < 1 or self.anchors < 1 or not 0 < self.decay <= 1:
+            raise ConfigurationError(
+                "expected k and anchors of at least 1, and decay above 0 and at most 1, got "
+                f"{self.k}, {self.anchors} and {self.decay}; correct them"
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class TextOptions:
     """Options for making sequences.

@@ -8,22 +8,25 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import signal
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch import distributed as dist
 
 from paceline.core.errors import ConfigurationError
 from paceline.decoder.weights.atomic_write import atomic_write, save_pickle
-from paceline.heads.frozen_model import Texts
-from paceline.heads.options import TrainingOptions
+from paceline.heads.features import Corpus
+from paceline.heads.frozen_model import Texts, products
+from paceline.heads.options import TEXTS_PER_FILE, DraftTraining, TrainingOptions
 
 _SECONDS = 30.0  # between two saves
 _SHARE = 0.05  # largest share of the time for saving a large state
@@ -55,6 +58,49 @@ def _undisturbed() -> Iterator[None]:
             signal.signal(number, handler)
     if heard:
         signal.raise_signal(heard[0])
+
+
+def rank() -> int:
+    """Return the number of this process among those that train together (torchrun, accelerate)."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def ranks() -> int:
+    """Return the number of processes that train together."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+@contextmanager
+def distributed(device: str) -> Iterator[None]:
+    """Join the processes that torchrun or accelerate started, if one of them did, for the block. "cuda" then means a
+    GPU of this process's own.
+    """
+    if not (dist.is_available() and dist.is_torchelastic_launched()):
+        yield
+        return
+    cuda = torch.device(device).type == "cuda"
+    if cuda:
+        torch.cuda.set_device(dist.get_node_local_rank())
+    dist.init_process_group("nccl" if cuda else "gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _over_ranks(parameters: Iterable[nn.Parameter], losses: list[float], *, late: bool) -> tuple[list[float], bool]:
+    """Average gradients and losses over all processes. Returns the losses, and whether one of them is late."""
+    if ranks() == 1:
+        return losses, late
+    parameters = list(parameters)
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= ranks()
+    told = torch.tensor([*losses, float(late)], dtype=torch.float64, device=parameters[0].device)
+    dist.all_reduce(told)
+    return (told[:-1] / ranks()).tolist(), bool(told[-1] > 0)
 
 
 class RunState:
@@ -111,6 +157,8 @@ class RunState:
             self._save()
 
     def _save(self) -> None:
+        if rank():
+            return
         began = perf_counter()
         save_pickle(self._path, {"facts": self._facts, "state": self._state()})
         now = perf_counter()
@@ -122,6 +170,9 @@ Progress = Callable[[int, int, float], None]
 
 LOG_STEPS = 20
 """Steps between two lines of the log."""
+
+_MEASURES = 10  # per run, evenly spaced
+_TABLES = re.compile(r"^lm_head|embed|codebook")  # tensors of a row for each id
 
 
 class Trainer(ABC):
@@ -171,10 +222,11 @@ class Trainer(ABC):
 
     def run(self, progress: Progress) -> bool:
         """Train to the end, or to the time limit (at least one step). Return whether training is complete."""
-        began, minutes = perf_counter(), self._options.max_minutes
+        began = perf_counter()
         with self._saved.saving():
             for batch in self.batches():
                 losses = self.backward(batch)
+                losses, late = _over_ranks(self._parameters.values(), losses, late=self._late(began))
                 for loss in losses:
                     _check_loss(loss, self.step)
                 torch.nn.utils.clip_grad_norm_(self._parameters.values(), 1.0)
@@ -182,9 +234,13 @@ class Trainer(ABC):
                 progress(self.step, self.steps, self.loss)
                 if self.step % LOG_STEPS == 0 or self.step == self.steps:
                     self._log(losses)
-                if minutes is not None and perf_counter() - began > 60 * minutes:
+                if late:
                     break
         return self.step >= self.steps
+
+    def _late(self, began: float) -> bool:
+        minutes = self._options.max_minutes
+        return minutes is not None and perf_counter() - began > 60 * minutes
 
     def _update(self, loss: float) -> None:
         rate = self._options.learning_rate * self.rate()
@@ -198,6 +254,8 @@ class Trainer(ABC):
             self.loss = loss if math.isnan(self.loss) else 0.95 * self.loss + 0.05 * loss
 
     def _log(self, losses: Sequence[float]) -> None:
+        if rank():
+            return
         row = {"step": self.step, "of": self.steps, **self.log_row(losses)}
         log = self._folder / "log.jsonl"
         with atomic_write(log), log.open("a", encoding="utf-8") as file:
@@ -221,3 +279,74 @@ class Trainer(ABC):
             parameter.copy_(state["weights"][name])
         for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
+
+
+def muon(matrices: Sequence[Tensor], rate: float) -> torch.optim.Muon:
+    """Create Muon (Jordan et al., 2024), its updates scaled to AdamW's at the same rate (Liu et al., arXiv
+    2502.16982).
+    """
+    return torch.optim.Muon(matrices, rate, weight_decay=0.01, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+
+
+class CorpusTrainer(Trainer):
+    """Trains a network on a corpus, its matrices with Muon and the rest with AdamW.
+
+    measure  what is logged at intervals; None = nothing
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        corpus: Corpus,
+        options: DraftTraining,
+        *,
+        folder: Path,
+        key: Mapping[str, object],
+        measure: Callable[[], list[float]] | None = None,
+    ) -> None:
+        if options.batch_size % ranks():
+            raise ConfigurationError(
+                f"batch_size: expected a multiple of {ranks()}, the number of processes, got {options.batch_size}; "
+                "correct it"
+            )
+        self._corpus, self._rows, self._measure = corpus, options.batch_size // ranks(), measure
+        parameters = {name: p for name, p in network.named_parameters() if p.requires_grad}
+        matrices = {name: p for name, p in parameters.items() if p.dim() == 2 and not _TABLES.search(name)}
+        vectors = [p for name, p in parameters.items() if name not in matrices]
+        rate = options.learning_rate
+        super().__init__(
+            options,
+            parameters=parameters,
+            optimizers=[muon(list(matrices.values()), rate), torch.optim.AdamW(vectors, rate, betas=(0.9, 0.98))],
+            steps=math.ceil(options.tokens / (options.batch_size * corpus.length)),
+            folder=folder,
+            key={**key, "corpus": corpus.key, "ranks": ranks()},
+        )
+
+    @abstractmethod
+    def objective(self, batch: Texts) -> Tensor:
+        """Return the loss of a batch, a scalar."""
+
+    def rate(self) -> float:
+        return min(1.0, (self.step + 1) / 20) * (0.02 + 0.49 * (1 + math.cos(math.pi * self.step / self.steps)))
+
+    def batches(self) -> Iterator[Texts]:
+        texts: Texts | None = None
+        while self.step < self.steps:
+            number, index = divmod(self.step, TEXTS_PER_FILE // self._rows)
+            if texts is None or not index:
+                texts = self._corpus.batch(number * ranks() + rank())
+            yield texts.rows(index, self._rows)
+
+    def backward(self, batch: Texts) -> list[float]:
+        with products(self._options.precision, self._options.device):
+            loss = self.objective(batch)
+        loss.backward()
+        return [float(loss.detach())]
+
+    def log_row(self, losses: Sequence[float]) -> dict[str, object]:
+        row: dict[str, object] = {"loss": round(self.loss, 4)}
+        every = max(LOG_STEPS, self.steps // _MEASURES // LOG_STEPS * LOG_STEPS)
+        if self._measure is not None and (self.step % every == 0 or self.step == self.steps):
+            row["greedy chains"] = [round(share, 4) for share in self._measure()]
+        return row

@@ -27,7 +27,7 @@ from paceline.heads import features
 from paceline.heads.features import Report, read_features, write_features
 from paceline.heads.frozen_model import FrozenTarget, Texts, products
 from paceline.heads.options import TEXTS_PER_FILE
-from paceline.heads.trainer import Trainer
+from paceline.heads.trainer import Trainer, rank, ranks
 from paceline.medusa import checkpoint, search
 from paceline.medusa.config import MedusaConfig, MedusaTexts, MedusaTraining
 from paceline.medusa.network import Heads, fresh
@@ -82,7 +82,7 @@ class MedusaTrainer(Trainer):
             optimizers=[optimizer],
             steps=steps,
             folder=folder,
-            key={"data": data, **sizes, "steps": steps},
+            key={"data": data, **sizes, "steps": steps, "ranks": ranks()},
         )
 
     def rate(self) -> float:
@@ -131,7 +131,9 @@ class MedusaTrainer(Trainer):
                 step += 1
                 if step > self.step:
                     file, at = places[index]
-                    yield self._windows[file].part(slice(at, at + rows)).to(self._training.device)
+                    part = self._windows[file].part(slice(at, at + rows))
+                    shared = part.part(slice(rank(), None, ranks())) if len(part) >= ranks() else part
+                    yield shared.to(self._training.device)
 
 
 def _frequent(config: MedusaConfig, windows: Sequence[Texts], output: Tensor, *, keep: int) -> tuple[Tensor, Tensor]:
@@ -196,7 +198,9 @@ def train(
     if not trainer.run(lambda step, steps, loss: report(f"training, loss {loss:.3f}", step, steps)):
         return None
     weights = {name: p.detach().to("cpu", torch.bfloat16) for name, p in heads.own().items()}
-    checkpoint.save(out, config, weights)
+    if not rank():
+        checkpoint.save(out, config, weights)
     measured = search.measure(heads, read_features(states / "measure", prompt=prompt), target.output.detach())
-    measured.write(out / "accuracy.json")
+    if not rank():
+        measured.write(out / "accuracy.json")
     return measured

@@ -8,7 +8,7 @@ stream that is read, the others by the layer whose output is read, which is one 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -412,3 +412,45 @@ def _confidence(fields: Fields, size: int, rank: int) -> int:
     if of_speculators not in (None, "dspark") or not fields.flag("enable_confidence_head", bool(of_speculators)):
         return 0
     return size + (rank if fields.flag("confidence_head_with_markov", True) else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class DFlashHeadOptions:
+    """The head to train; its blocks have a token more than ``k`` of `BlockTraining`.
+
+    layers            the target's residual streams that it reads; empty = five, evenly spread
+    draft_vocab_size  number of ids, the most frequent of the data; None = all, with the target's output layer
+    num_layers        decoder layers
+    mask_token        id that stands for tokens not yet known; None = the rarest of the data
+    """
+
+    layers: tuple[int, ...] = field(
+        default=(),
+        metadata={
+            "names": ("--aux-layers",),
+            "help": "Residual stream of the target to read; repeatable. Default: five, evenly spread.",
+        },
+    )
+    draft_vocab_size: int | None = field(
+        default=None, metadata={"help": "Number of token ids that can be drafted. Default: the whole vocabulary."}
+    )
+    num_layers: int = field(
+        default=1, metadata={"names": ("--head-layers",), "help": "Number of decoder layers of the head."}
+    )
+    mask_token: int | None = field(
+        default=None, metadata={"help": "Id that stands for tokens not yet known. Default: the rarest of the data."}
+    )
+
+    def check(self, sizes: ModelConfig) -> None:
+        """Raise ConfigurationError if the target does not support such a head."""
+        ids = [one for one in (self.draft_vocab_size, self.mask_token) if one is not None]
+        if any(not 0 <= layer < sizes.num_layers for layer in self.layers) or self.num_layers < 1:
+            raise ConfigurationError(
+                f"layers: expected residual streams from 0 to {sizes.num_layers - 1} of this target, and at least one "
+                f"layer of the head, got {list(self.layers)} and {self.num_layers}; correct them"
+            )
+        if any(not 0 <= one <= sizes.vocab_size for one in ids) or 0 in (self.draft_vocab_size,):
+            raise ConfigurationError(
+                f"draft_vocab_size, mask_token: expected 1 to {sizes.vocab_size} ids, and an id below that, got "
+                f"{self.draft_vocab_size} and {self.mask_token}; correct them"
+            )

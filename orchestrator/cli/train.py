@@ -5,13 +5,14 @@ The work is in the heads' folders.
 
 from __future__ import annotations
 
+import json
 import signal
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,24 +21,32 @@ from paceline.cli.options import LAYOUT, AsJson, MaxNewTokens, TargetFolder, che
 from paceline.core.errors import ConfigurationError, PromptError
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.options import LoadOptions
+from paceline.draft.dflash.config import DFlashHeadOptions
+from paceline.draft.options import PardOptions
 from paceline.eagle.config import EagleHeadOptions, EagleTraining
-from paceline.heads.options import EVAL_SAMPLES, CachedTextOptions
+from paceline.heads.options import EVAL_SAMPLES, BlockTraining, CachedTextOptions
 from paceline.medusa.config import MedusaConfig, MedusaTexts, MedusaTraining
 from paceline.outputs import GenerationResult
+from paceline.text.chat import chat_answers
 from paceline.text.tokenizer import load_tokenizer, prompt_ids
 
 if TYPE_CHECKING:
     import numpy as np
 
     from paceline.auto import SamplingDecoder
-    from paceline.heads.features import Report
+    from paceline.heads.features import Conversation, Report, TrainingData
+    from paceline.heads.trainer import Progress
     from paceline.medusa import search
     from paceline.medusa.drafter import MedusaDrafter
 
 _STOPPED = "stopped before the end: run the same command again to resume"
 
 Data = Annotated[
-    list[Path], typer.Option(help="Training data: text, or .bin with token ids; a file or folder; repeatable.")
+    list[Path],
+    typer.Option(
+        help="Training data: text, .bin with token ids, .jsonl with chats, a trace, or a folder of SpecForge's or "
+        "speculators' hidden states; repeatable."
+    ),
 ]
 DataDtype = Annotated[str | None, typer.Option(help="Token id type of .bin files without a header: uint16 or uint32.")]
 
@@ -95,10 +104,11 @@ def medusa(
         texts.check_room(sizes.max_position_embeddings, config.heads)
         stream, work = token_stream(data, target, dtype=files.data_dtype), files.make_work()
         from paceline.heads.frozen_model import FrozenTarget
+        from paceline.heads.trainer import distributed
         from paceline.medusa import train
 
-        frozen = FrozenTarget(target, precision=training.precision, device=training.device)
-        with _reports("training Medusa heads") as report, _until_terminated():
+        with distributed(training.device), _reports("training Medusa heads") as report, _until_terminated():
+            frozen = FrozenTarget(target, precision=training.precision, device=training.device)
             states = train.gather(frozen, stream, texts, work=work, report=report)
             accuracy = train.train(
                 frozen,
@@ -213,6 +223,100 @@ def _files(path: Path) -> list[Path]:
     return [path]
 
 
+def training_data(paths: list[Path], target: Path, *, dtype: str | None = None) -> TrainingData:
+    """Read conversations (.jsonl files and traces), a folder of hidden states, or a stream (`token_stream`).
+
+    Raises:
+        ConfigurationError: as `token_stream`; or data of several kinds; or a row is no conversation.
+    """
+    import numpy as np
+
+    from paceline.heads.features import TrainingData, feature_files
+
+    states = [path for path in paths if path.is_dir() and feature_files(path)]
+    chats = [path for path in paths if path.is_file() and path.name.endswith((".jsonl", ".json.gz", ".gz"))]
+    if (states and len(paths) > 1) or (chats and len(chats) < len(paths)):
+        raise ConfigurationError(
+            "--data: expected chats and traces, or streams of text, or one folder of hidden states, got several kinds; "
+            "train on one of them"
+        )
+    if states:
+        return TrainingData.of_files(states[0])
+    if not chats:
+        return TrainingData(token_stream(paths, target, dtype=dtype))
+    texts = tuple(text for path in chats for text in _conversations(path, target))
+    if not texts:
+        raise ConfigurationError(f"--data: expected conversations, got none in {', '.join(map(str, chats))}; give some")
+    return TrainingData(np.concatenate([text.tokens for text in texts]), texts)
+
+
+def _conversations(path: Path, target: Path) -> Iterator[Conversation]:
+    import numpy as np
+
+    from paceline.heads.features import Conversation
+
+    size = ModelConfig.from_pretrained(target).vocab_size
+    if path.suffix != ".jsonl":
+        from paceline.experiments.trace import load_trace
+
+        trace = load_trace(path)
+        if trace.vocab_size != size:
+            raise ConfigurationError(
+                f"--data: expected a trace of a target with {size} ids, got {trace.vocab_size} in {path}; use a trace "
+                "of this target"
+            )
+        for one in trace.texts:
+            answer = [False] * len(one.prompt) + [True] * len(one.tokens)
+            yield Conversation(np.array([*one.prompt, *one.tokens], dtype=np.int32), np.array(answer))
+        return
+    tokenizer = load_tokenizer(target)
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            ids, answer = chat_answers(tokenizer, _messages(json.loads(line)))
+        except (ValueError, TypeError, KeyError, PromptError) as error:
+            raise ConfigurationError(
+                f'--data: expected a conversation as {{"messages": [{{"role", "content"}}, ...]}}, got line {number} '
+                f"of {path} ({error}); correct it"
+            ) from error
+        yield Conversation(np.array(ids, dtype=np.int32), np.array(answer))
+
+
+_ROLES = {"human": "user", "gpt": "assistant"}
+
+
+def _messages(row: dict[str, Any]) -> list[dict[str, str]]:
+    """Return the messages of a row: ``messages``, or ``conversations`` in the form of ShareGPT."""
+    found = row["messages"] if "messages" in row else row["conversations"]
+    turns = [(one.get("role") or one["from"], one["content"] if "content" in one else one["value"]) for one in found]
+    return [{"role": _ROLES.get(role, role), "content": str(content)} for role, content in turns]
+
+
+def _train(
+    label: str,
+    target: Path,
+    data: list[Path],
+    *,
+    files: TrainingFiles,
+    device: str,
+    train: Callable[[TrainingData, Path, Progress], list[float] | None],
+    as_json: bool,
+) -> None:
+    """Read the data, train, and print the acceptance: greedy chains of 1, 2, ... right drafts."""
+    with console.refusals():
+        given = training_data(data, target, dtype=files.data_dtype)
+        work = files.make_work()
+        from paceline.heads.trainer import distributed, rank
+
+        with distributed(device), _reports(f"training {label}") as report, _until_terminated():
+            shares = train(given, work, lambda done, steps, loss: report(f"training, loss {loss:.3f}", done, steps))
+            if rank():
+                return
+    if shares is None:
+        console.say(console.err(), _STOPPED)
+        raise typer.Exit(console.UNFINISHED)
+    console.values(label, {"greedy chains": shares}, as_json=as_json)
+
+
 @command(app, "eagle")
 def eagle(
     target: TargetFolder,
@@ -228,24 +332,61 @@ def eagle(
     with console.refusals():
         from paceline.eagle import train
 
-        stream = token_stream(data, target, dtype=files.data_dtype)
         train.check(head, texts, ModelConfig.from_pretrained(target))
-        work = files.make_work()
-        with _reports(f"training an EAGLE-{head.version} head") as report, _until_terminated():
-            shares = train.train(
-                target,
-                stream,
-                head,
-                texts=texts,
-                options=training,
-                work=work,
-                out=files.out,
-                report=lambda done, steps, loss: report(f"training, loss {loss:.3f}", done, steps),
-            )
-    if shares is None:
-        console.say(console.err(), _STOPPED)
-        raise typer.Exit(console.UNFINISHED)
-    console.values("EAGLE head", {"version": head.version, "greedy chains": shares}, as_json=as_json)
+
+    def run(given: TrainingData, work: Path, report: Progress) -> list[float] | None:
+        return train.train(target, given, head, texts=texts, options=training, work=work, out=files.out, report=report)
+
+    label = f"an EAGLE-{head.version} head"
+    _train(label, target, data, files=files, device=training.device, train=run, as_json=as_json)
+
+
+@command(app, "dflash")
+def dflash(
+    target: TargetFolder,
+    data: Data,
+    files: TrainingFiles,
+    *,
+    head: DFlashHeadOptions,
+    texts: CachedTextOptions,
+    training: BlockTraining,
+    as_json: AsJson = False,
+) -> None:
+    """Train a DFlash head on a frozen target, and print its acceptance: blocks with 1, 2, ... right drafts."""
+    with console.refusals():
+        head.check(ModelConfig.from_pretrained(target))
+
+    def run(given: TrainingData, work: Path, report: Progress) -> list[float] | None:
+        from paceline.draft.dflash.train import train_dflash
+
+        return train_dflash(target, given, head, texts=texts, options=training, work=work, out=files.out, report=report)
+
+    _train("a DFlash head", target, data, files=files, device=training.device, train=run, as_json=as_json)
+
+
+@command(app, "pard")
+def pard(
+    target: TargetFolder,
+    data: Data,
+    files: TrainingFiles,
+    *,
+    decoder: PardOptions,
+    texts: CachedTextOptions,
+    training: BlockTraining,
+    as_json: AsJson = False,
+) -> None:
+    """Train a PARD decoder on a frozen target, and print its acceptance: blocks with 1, 2, ... right drafts."""
+    with console.refusals():
+        decoder.check(ModelConfig.from_pretrained(target))
+
+    def run(given: TrainingData, work: Path, report: Progress) -> list[float] | None:
+        from paceline.draft.pard_train import train_pard
+
+        return train_pard(
+            target, given, decoder, texts=texts, options=training, work=work, out=files.out, report=report
+        )
+
+    _train("a PARD decoder", target, data, files=files, device=training.device, train=run, as_json=as_json)
 
 
 @app.command(name="convert-eagle")

@@ -47,9 +47,9 @@ def _rendered(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> str:
         return ""
 
 
-def chat_ids(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
-    """Return the ids of a conversation, with the beginning of the assistant's next turn. Messages are {"role",
-    "content"}.
+def chat_ids(tokenizer: Tokenizer, messages: Sequence[Message], *, complete: bool = False) -> list[int]:
+    """Return the ids of a conversation, with the beginning of the assistant's next turn unless it is ``complete``.
+    Messages are {"role", "content"}.
 
     Raises:
         PromptError: the model has no chat template, or its template rejects the messages.
@@ -59,12 +59,37 @@ def chat_ids(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
         raise PromptError("messages: expected a model with a chat template, got one without; use it to continue a text")
     try:
         read = for_template(messages, roles_in_parts(tokenizer))
-        text = chat_tokenizer.apply_chat_template(read, tokenize=False, add_generation_prompt=True)
+        text = chat_tokenizer.apply_chat_template(read, tokenize=False, add_generation_prompt=not complete)
     except Exception as error:  # templates are programs that may raise any exception
         raise PromptError(
             f"messages: the chat template rejects them ({error}); correct the roles or their order"
         ) from error
     return list(chat_tokenizer.encode(text, add_special_tokens=False))
+
+
+def chat_answers(tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
+    """Return the ids of a conversation that an assistant's turn ends, and which of them are of its answers, the token
+    that ends one included.
+
+    Raises:
+        PromptError: as `chat_ids`; or there is no answer; or the template writes earlier turns anew.
+    """
+    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    if not answers:
+        raise PromptError("messages: expected at least one of the assistant's to learn from, got none; remove the row")
+    ids = chat_ids(tokenizer, messages[: answers[-1] + 1], complete=True)
+    marked, end = [False] * len(ids), getattr(tokenizer, "eos_token_id", None)
+    for index in answers:
+        before, after = chat_ids(tokenizer, messages[:index]), chat_ids(tokenizer, messages[: index + 1], complete=True)
+        if ids[: len(before)] != before or ids[: len(after)] != after:
+            raise PromptError(
+                "messages: expected a chat template that only adds to a conversation, got one that writes earlier "
+                f"turns anew after message {index}; give conversations of one turn"
+            )
+        while end in after[len(before) :] and after[-1] != end:  # line ends after the last token
+            after.pop()
+        marked[len(before) : len(after)] = [True] * (len(after) - len(before))
+    return ids, marked
 
 
 @dataclass(slots=True)

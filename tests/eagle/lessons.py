@@ -10,7 +10,7 @@ import torch
 from paceline.decoder.models.config import ModelConfig
 from paceline.eagle import train
 from paceline.eagle.network import TrainableHead
-from paceline.eagle.train import DraftVocab
+from paceline.heads.checkpoint import DraftVocab
 from paceline.heads.features import FeatureCache
 from paceline.heads.frozen_model import FrozenTarget
 from paceline.heads.options import CachedTextOptions

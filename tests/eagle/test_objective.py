@@ -12,8 +12,10 @@ from torch.nn import functional as F
 from paceline.core.errors import ConfigurationError
 from paceline.eagle.config import EagleTraining
 from paceline.eagle.network import TrainableHead
-from paceline.eagle.train import LOSSES, DraftVocab, acceptance, objective, target_probs
+from paceline.eagle.train import acceptance, objective
+from paceline.heads.checkpoint import DraftVocab
 from paceline.heads.frozen_model import Texts
+from paceline.heads.losses import LOSSES, target_probs
 from tests.decoder.tiny import VOCABULARY, Workshop
 from tests.eagle.heads import NEWER, PARALLEL, Plain, config, random_head
 from tests.eagle.lessons import output, parts

@@ -21,9 +21,11 @@ from paceline.eagle import train
 from paceline.eagle.config import EagleHeadOptions, EagleTraining
 from paceline.eagle.drafter import EagleDrafter
 from paceline.eagle.network import TrainableHead
-from paceline.eagle.train import DraftVocab, EagleTrainer, acceptance, muon, objective
+from paceline.eagle.train import EagleTrainer, acceptance, objective
+from paceline.heads.checkpoint import DraftVocab
 from paceline.heads.features import FeatureCache
 from paceline.heads.frozen_model import FrozenTarget
+from paceline.heads.trainer import muon
 from tests.decoder.tiny import VOCABULARY, Workshop
 from tests.eagle.heads import NEWER, PARALLEL
 from tests.eagle.lessons import LAYERS, SHORT, output, parts, stream

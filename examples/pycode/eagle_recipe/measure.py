@@ -16,7 +16,8 @@ from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.token_files import read_tokens
 from paceline.eagle import checkpoint
 from paceline.eagle.network import TrainableHead
-from paceline.eagle.train import MEASURED, DraftVocab, acceptance
+from paceline.eagle.train import MEASURED, acceptance
+from paceline.heads.checkpoint import DraftVocab
 from paceline.heads.features import FeatureCache
 from paceline.heads.frozen_model import FrozenTarget
 from paceline.heads.options import CachedTextOptions

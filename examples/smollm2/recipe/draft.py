@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -27,24 +25,18 @@ from paceline.cli.train import token_stream
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.weights.hub import checkpoint_path
 from paceline.eagle.config import default_layers
-from paceline.eagle.train import Corpus, DraftVocab, muon, target_probs, text_part
-from paceline.heads.features import FeatureCache
-from paceline.heads.frozen_model import FrozenTarget, Texts, products
-from paceline.heads.options import TEXTS_PER_FILE, CachedTextOptions, TrainingOptions
-from paceline.heads.trainer import LOG_STEPS, Trainer
+from paceline.heads.checkpoint import DraftVocab
+from paceline.heads.features import Corpus, FeatureCache
+from paceline.heads.frozen_model import FrozenTarget, Texts
+from paceline.heads.losses import target_probs
+from paceline.heads.options import CachedTextOptions, DraftTraining
+from paceline.heads.trainer import LOG_STEPS, CorpusTrainer
 
 LAYERS = (0, -1)  # of the target, which the draft begins with
 DISTANCE = 0.5  # weight of the total variation distance
 
 
-@dataclass(frozen=True, slots=True)
-class DraftTraining(TrainingOptions):
-    """Options of every training, with the tokens to train on, repeats counted."""
-
-    tokens: int = field(default=2_000_000)
-
-
-class DraftTrainer(Trainer):
+class DraftTrainer(CorpusTrainer):
     """Trains ``model`` in place. ``output`` [V, H] is the target's output layer."""
 
     def __init__(
@@ -57,61 +49,34 @@ class DraftTrainer(Trainer):
         vocabulary: DraftVocab,
         folder: Path,
     ) -> None:
-        self._model, self._corpus, self._training = model, corpus, options
-        self._output, self._vocabulary = output, vocabulary.to(options.device)
+        self._model, self._output, self._vocabulary = model, output, vocabulary.to(options.device)
         self._measured = corpus.eval_texts()
         places = torch.zeros(vocabulary.size, dtype=torch.int64)  # what is unknown is read as id 0
         places[vocabulary.ids] = torch.arange(len(vocabulary.ids))
         self._places = places.to(options.device)
-        parameters = dict(model.named_parameters())
-        matrices = {name: p for name, p in parameters.items() if p.dim() == 2 and "layers" in name}
-        others = [p for name, p in parameters.items() if name not in matrices]
-        rate = options.learning_rate
         super().__init__(
+            model,
+            corpus,
             options,
-            parameters=parameters,
-            optimizers=[muon(list(matrices.values()), rate), torch.optim.AdamW(others, rate, betas=(0.9, 0.98))],
-            steps=math.ceil(options.tokens / (options.batch_size * corpus.length)),
             folder=folder,
-            key={"corpus": corpus.key, "ids": len(vocabulary.ids), "layers": LAYERS},
+            key={"ids": len(vocabulary.ids), "layers": LAYERS},
+            measure=lambda: [self.agreement()],
         )
 
-    def rate(self) -> float:
-        return min(1.0, (self.step + 1) / 20) * (0.02 + 0.49 * (1 + math.cos(math.pi * self.step / self.steps)))
-
-    def batches(self) -> Iterator[Texts]:
-        rows = self._training.batch_size
-        texts: Texts | None = None
-        while self.step < self.steps:
-            number, index = divmod(self.step, TEXTS_PER_FILE // rows)
-            if texts is None or not index:
-                texts = self._corpus.batch(number)
-            yield text_part(texts, index, rows)
-
-    def backward(self, batch: Texts) -> list[float]:
-        with products(self._training.precision, self._training.device):
-            probs, inside = target_probs(batch.last.float(), self._output, self._vocabulary)
-            found = self._model(self._places[batch.tokens], use_cache=False).logits.float().log_softmax(-1)
+    def objective(self, batch: Texts) -> Tensor:
+        probs, inside = target_probs(batch.last.float(), self._output, self._vocabulary)
+        found = self._model(self._places[batch.tokens], use_cache=False).logits.float().log_softmax(-1)
         divergence = (probs * (probs.clamp(min=1e-9).log() - found)).sum(-1)
         distance = 1 - torch.minimum(probs, found.exp()).sum(-1)
         weights = (inside if batch.counted is None else inside & batch.counted).float()
-        loss = ((divergence + DISTANCE * distance) * weights).sum() / weights.sum().clamp(min=1)
-        loss.backward()
-        return [float(loss.detach())]
-
-    def log_row(self, losses: Sequence[float]) -> dict[str, object]:
-        row: dict[str, object] = {"loss": round(self.loss, 4)}
-        every = max(LOG_STEPS, self.steps // 10 // LOG_STEPS * LOG_STEPS)
-        if self.step % every == 0 or self.step == self.steps:
-            row["agreement"] = round(self.agreement(), 4)
-        return row
+        return ((divergence + DISTANCE * distance) * weights).sum() / weights.sum().clamp(min=1)
 
     @torch.no_grad()
     def agreement(self) -> float:
         """Share of places, in texts that the target wrote greedily, where the draft's best id is the target's."""
         agreed = []
         for index in range(len(self._measured.tokens) // 8):
-            part = text_part(self._measured, index, 8)
+            part = self._measured.rows(index, 8)
             wanted = F.linear(part.last.float(), self._output).argmax(-1)
             found = self._model(self._places[part.tokens], use_cache=False).logits.argmax(-1)
             right = self._vocabulary.ids[found] == wanted

@@ -26,7 +26,8 @@ from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.token_files import read_tokens
 from paceline.eagle import train
 from paceline.eagle.config import EagleTraining, default_layers
-from paceline.eagle.train import DraftVocab, EagleTrainer, acceptance, write
+from paceline.eagle.train import EagleTrainer, acceptance, write
+from paceline.heads.checkpoint import DraftVocab
 from paceline.heads.frozen_model import FrozenTarget
 from paceline.heads.trainer import LOG_STEPS, Trainer
 from paceline.medusa import checkpoint, search
