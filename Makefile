@@ -13,10 +13,10 @@ TORCH_INDEX_URL ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full test-all test-aiperf test-page test-clients test-gguf test-heads test-oldest test-xla test-arm check bench measure charts study study-counts picture docs clean
+.PHONY: help setup demo test test-full test-all test-aiperf test-page test-clients test-gguf test-heads test-oldest test-xla test-arm check bench peers measure charts study study-counts picture docs clean
 
 help:
-	@echo "make setup | demo [MODEL=pycode] [MODE=...] | test | test-full | test-all | test-aiperf | test-page | test-clients | test-gguf | test-heads | test-oldest | test-xla | test-arm | check | bench | measure | charts | study | study-counts | picture | docs | clean"
+	@echo "make setup | demo [MODEL=pycode] [MODE=...] | test | test-full | test-all | test-aiperf | test-page | test-clients | test-gguf | test-heads | test-oldest | test-xla | test-arm | check | bench | peers | measure | charts | study | study-counts | picture | docs | clean"
 
 setup: $(VENV)/.stamp
 
@@ -178,6 +178,31 @@ check: setup
 
 bench: setup
 	$(BIN)/paceline bench --target examples/pycode/target --draft examples/pycode/draft --prompts examples/pycode/prompts.jsonl
+
+# Paceline beside other programs (benchmarks/peers.py), which are in an environment of their own. llama.cpp's tools are
+# built for this machine; the libraries of `test-gguf` are for AVX2.
+PEERS ?= "transformers==5.24.*" openvino-genai==2026.4.1 onnxruntime-genai==0.18.0 onnx onnx-ir mlx-lm==0.32.2 "mlx[cpu]"
+PEERS_VENV ?= .venv-peers
+PEERS_BIN := $(PEERS_VENV)/bin
+RACE = $(BIN)/python benchmarks/peers.py --llama $(GGUF_VENV)/tools/bin --converter $(GGUF_SOURCES)/vendor/llama.cpp \
+  --python $(PEERS_BIN)/python
+
+$(GGUF_VENV)/.stamp-tools: $(GGUF_VENV)/.stamp
+	PATH="$(abspath $(GGUF_BIN)):$$PATH" cmake -S $(GGUF_SOURCES)/vendor/llama.cpp -B $(GGUF_VENV)/tools -G Ninja \
+	  -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DGGML_OPENMP=OFF -DLLAMA_CURL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_TOOLS=ON
+	PATH="$(abspath $(GGUF_BIN)):$$PATH" cmake --build $(GGUF_VENV)/tools --target llama-bench llama-quantize llama-server
+	@touch $@
+
+$(PEERS_VENV)/.stamp:
+	test -x $(PEERS_BIN)/python || $(PYTHON) -m venv $(PEERS_VENV)
+	$(PEERS_BIN)/python -m pip --disable-pip-version-check --quiet install $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) "$(TORCH)"
+	$(PEERS_BIN)/python -m pip --disable-pip-version-check --quiet install $(PEERS)
+	@touch $@
+
+peers: setup $(GGUF_VENV)/.stamp-tools $(PEERS_VENV)/.stamp
+	$(BIN)/paceline fetch smollm2
+	$(RACE) --peers
+	$(if $(filter x86_64,$(shell uname -m)),$(RACE) --processor x86-64-v3 --ggml $(abspath $(GGUF_VENV))/build/bin)
 
 # docs/results.md: run every benchmark it shows (about an hour), then make its tables and charts.
 measure: setup

@@ -178,6 +178,9 @@ class PolicyOptions:
         str | None,
         typer.Option(help="Draft depths: 4; 1,2,4; 1:8; with --times auto:0,2,4 to adapt. Default: as recorded."),
     ] = None
+    compete: Annotated[
+        bool, typer.Option("--compete", help="With auto: requests compete for a round's rows, as on the CPU.")
+    ] = False
     confidence: Annotated[
         str | None, typer.Option(help="Confidence thresholds of draft models, such as 0.2,0.4. Default: as recorded.")
     ] = None
@@ -191,11 +194,14 @@ def _policies(asked: PolicyOptions, recorded: tuple[str, ...]) -> Iterator[Polic
     k = asked.k
     adaptive = k is not None and k.startswith(("auto:", "["))
     ladder = tuple(sorted(numbers(k.removeprefix("auto:").strip("[]"), "--k"))) if k and adaptive else ()
+    if asked.compete and not ladder:
+        raise ConfigurationError(f"--compete: expected --k auto:0,2,4, whose rows it is for, got --k {k}; give that")
     depths = [None] if k is None or ladder else list(numbers(k, "--k"))
     nodes = None if asked.tree is None else numbers(asked.tree, "--tree")
     thresholds = [None] if asked.confidence is None else list(shares(asked.confidence, "--confidence"))
     for name, depth, threshold in product(asked.drafter or recorded or ("suffix",), depths, thresholds):
-        yield replace(Policy.parse(name, depth, nodes, recorded=recorded), ladder=ladder, confidence=threshold)
+        policy = Policy.parse(name, depth, nodes, recorded=recorded)
+        yield replace(policy, ladder=ladder, confidence=threshold, competes=asked.compete)
 
 
 @command(app, "whatif")

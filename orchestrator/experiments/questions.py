@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import accumulate
 from operator import mul
 from typing import Any
@@ -53,6 +53,7 @@ class Policy:
     shadow_every: int | None = None
     ladder: tuple[int, ...] = ()
     confidence: float | None = None
+    competes: bool = False
 
     @classmethod
     def parse(
@@ -75,7 +76,7 @@ class Policy:
         """For tables."""
         depth = "" if self.k is None else f" k={self.k}"
         if self.ladder:
-            depth = f" k={','.join(map(str, self.ladder))}"
+            depth = f" k={','.join(map(str, self.ladder))}" + (", competing" if self.competes else "")
         tree = "" if self.nodes is None else f" nodes {','.join(map(str, self.nodes))}"
         sure = "" if self.confidence is None else f" confidence {self.confidence:.4g}"
         return self.name + depth + tree + sure
@@ -191,18 +192,19 @@ def ask(
 
 
 def _ask_ladder(trace: Trace, policy: Policy, *, batch_size: int, times: RoundTimes | None) -> PolicyResult:
-    """Depths chosen by the engine's controller from the times; a round with shorter proposals takes the same time."""
+    """Depths chosen by the engine's controller from the times. A round with shorter proposals takes the same time, but
+    if requests compete for rows: a row that is not verified saves the time of one more request of plain decoding.
+    """
     if times is None:
         raise ConfigurationError("a ladder goes by times of rounds; give those of an experiment (--times)")
     name = policy.name
     seconds = {
         k: times.seconds(name, k, batch_size) if k else times.seconds(PLAIN, 0, batch_size) for k in policy.ladder
     }
+    verify = partial(times.seconds, PLAIN, 0) if policy.competes else None
     drafter = drafter_of(trace, replace(policy, k=policy.ladder[-1], ladder=()))
-    replayed = replay(trace, drafter, batch_size=batch_size, ladder=seconds)
-    taken = Counter(replayed.statistics.draft_lengths)
-    total = sum(count * seconds[length] for length, count in taken.items())
-    return PolicyResult(policy, batch_size, replayed, total + times.prefill * len(trace.texts))
+    replayed = replay(trace, drafter, batch_size=batch_size, ladder=seconds, rows=verify)
+    return PolicyResult(policy, batch_size, replayed, replayed.seconds + times.prefill * len(trace.texts))
 
 
 def best_per_text(answers: Sequence[PolicyResult]) -> tuple[list[int], Acceptance]:

@@ -7,7 +7,7 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, takewhile
 
@@ -48,11 +48,13 @@ class Replayed:
     statistics  as in a call of ``sample``, without times
     requests    acceptance of every sequence
     rounds      for every round of the batch, the number of slots that took part and the deepest proposal
+    seconds     assumed time of all rounds; 0 without a ladder
     """
 
     statistics: Statistics
     requests: tuple[Acceptance, ...]
     rounds: tuple[tuple[int, int], ...]
+    seconds: float = 0.0
 
     @property
     def acceptance(self) -> Acceptance:
@@ -65,6 +67,7 @@ def replay(
     *,
     batch_size: int = 1,
     ladder: Mapping[int, float] | None = None,
+    rows: Callable[[int], float] | None = None,
     grouped: bool = False,
 ) -> Replayed:
     """Decode the sequences of a trace with a drafter that needs no model.
@@ -82,6 +85,7 @@ def replay(
     target = RecordedTarget(texts, end)
     seen: list[tuple[int, int]] = []
     width = drafter.draft_shape.depth + 1
+    pace = None if ladder is None else _AssumedPace(ladder, rows, batch_size)
     if ladder is None:
         rounds = _CountedRounds(drafter, {width - 1: RoundPlan(drafter, target, width)}, seen)
     else:
@@ -89,7 +93,7 @@ def replay(
             depth: RoundPlan(shortened_of(drafter, depth) if depth else drafter, target, width, drafts=depth > 0)
             for depth in sorted(ladder)
         }
-        rounds = _CountedRounds(drafter, plans, seen, pace=_AssumedPace(ladder))
+        rounds = _CountedRounds(drafter, plans, seen, pace=pace)
     shape = RoundShape(width - 1, width, drafter.max_positions, trace.kv_buckets)
     engine = Engine([None] * batch_size, rounds, shape)
     requests = [
@@ -104,7 +108,8 @@ def replay(
             outputs[output.index].append(output)
     lengths = [sum(len(output.tokens) for output in row) for row in outputs]
     assert lengths == [len(text.tokens) for text in texts], "a replay has the recorded texts"
-    return Replayed(statistics, tuple(map(Acceptance.of, outputs)), tuple(seen))
+    total = 0.0 if pace is None else pace.total
+    return Replayed(statistics, tuple(map(Acceptance.of, outputs)), tuple(seen), total)
 
 
 class _CountedRounds(Rounds):
@@ -125,15 +130,28 @@ class _CountedRounds(Rounds):
 
 
 class _AssumedPace(Pace):
-    """Learns from the assumed time of a round of each length, instead of the real time."""
+    """Learns from the assumed time of a round of each length and number of rows, instead of the real time.
 
-    def __init__(self, seconds: Mapping[int, float]) -> None:
-        super().__init__(DraftLengthController(tuple(sorted(seconds))))
-        self._seconds = seconds
+    total  seconds of all rounds so far
+    """
+
+    def __init__(
+        self, seconds: Mapping[int, float], rows: Callable[[int], float] | None = None, batch_size: int = 1
+    ) -> None:
+        super().__init__(DraftLengthController(tuple(sorted(seconds))), competes=rows is not None)
+        self._seconds, self._rows, self._batch_size, self.total = seconds, rows, batch_size, 0.0
 
     def learn(self, length: int, result: RoundResult, limits: RoundLimits, *, early: bool) -> None:
-        reports = [replace(report, seconds=self._seconds[length]) for report in result.reports]
+        reports = [replace(report, seconds=self._time(length, sum(report.drafted))) for report in result.reports]
+        self.total += sum(report.seconds for report in reports)
         super().learn(length, replace(result, reports=reports), limits, early=early)
+
+    def _time(self, length: int, drafted: int) -> float:
+        full = self._seconds[length]
+        if self._rows is None:
+            return full
+        needed = self._rows(len(self._seated) + drafted)
+        return max(needed, full - self._rows(self._batch_size * (length + 1)) + needed)
 
 
 @dataclass(slots=True)

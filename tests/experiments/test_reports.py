@@ -71,6 +71,10 @@ def test_what_if_equals_the_counts_of_the_run(done: Path) -> None:
     assert json.loads(predicted.stdout)[0]["tokens_per_second"] > 0
     asked = ["experiment", "whatif", trace, "--drafter", "suffix+model", "--k", "3", "--times", times, "--json"]
     assert json.loads(call(*asked, "--batch-size", "2").stdout)[0]["tokens_per_second"] > 0, "a list is timed as asked"
+    competing = ["experiment", "whatif", trace, "--drafter", "model", "--compete", "--times", times, "--json"]
+    adaptive = json.loads(call(*competing, "--k", "auto:0,1,3", "--batch-size", "2").stdout)
+    assert adaptive[0]["policy"] == "model k=0,1,3, competing" and adaptive[0]["tokens_per_second"] > 0
+    assert "--compete: expected --k auto:0,2,4" in " ".join(call(*competing, "--k", "3").stderr.split())
     deep = call("experiment", "whatif", trace, "--k", "2:5", "--json")
     assert [one["policy"] for one in json.loads(deep.stdout)] == ["model k=2", "model k=3"]
     assert "left out: model k=5: k: expected at most 3, the recorded depth of model" in " ".join(deep.stderr.split())

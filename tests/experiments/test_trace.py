@@ -27,7 +27,7 @@ from paceline.experiments.questions import (
 from paceline.experiments.record_traces import record
 from paceline.experiments.replay import ReplayDrafter, replay
 from paceline.experiments.round_times import RoundTimes
-from paceline.experiments.trace import Trace, check_target, load_trace, save_trace
+from paceline.experiments.trace import RecordedDrafter, Trace, TraceText, check_target, load_trace, save_trace
 from paceline.outputs import GenerationResult, Statistics
 from tests.contract.drafters import ROWS, Home
 from tests.decoder.tiny import Workshop
@@ -226,3 +226,28 @@ def test_an_adaptive_length_follows_its_times(workshop: Workshop, tmp_path: Path
     assert min(fixed) <= (answer.seconds or 0) < sorted(fixed)[1]
     with pytest.raises(ConfigurationError, match="--times"):
         ask(trace, Policy(("it",), ladder=(0, 4)))
+
+
+def test_requests_that_compete_for_rows_take_the_time_that_is_known_by_hand() -> None:
+    """Every draft of one request is right, none of the other is. A row takes a second, so three tokens in the 4.25
+    seconds of three rows are the best: two in 3 plainly, three in 5.25 with both drafts.
+    """
+    rounds, (right, wrong) = 400, ((7, 9), (3, 0))
+    texts = [
+        TraceText(str(prompt), "", (prompt,), (token,) * count, 0, 1 + count, "length")
+        for prompt, (token, count) in enumerate([(right[0], 2 * rounds + 1), (wrong[0], rounds + 1)])
+    ]
+    drafts = (((right[0],),) * (2 * rounds), ((wrong[1],),) * rounds)
+    it = RecordedDrafter("it", "it", 1, None, False, None, True, drafts)
+    trace = Trace("table", "0", {}, (1024,), 10, tuple(texts), (it,), {})
+    times = RoundTimes({("none", 0, 1): 2.0, ("none", 0, 2): 3.0, ("it", 1, 2): 5.25})
+    policy = Policy(("it",), ladder=(0, 1), competes=True)
+    answer = ask(trace, policy, batch_size=2, times=times)
+    first, second = (one.num_drafts for one in answer.replayed.requests)
+    assert first > 0.9 * rounds and second < 0.15 * rounds, "a request that does not profit gets a row seldom, to see"
+    assert 0.68 < (answer.tokens_per_second or 0) <= 3 / 4.25
+    together = ask(trace, replace(policy, competes=False), batch_size=2, times=times)
+    assert (together.tokens_per_second or 0) <= 2 / 3 * 1.02, "one length for both: plain decoding is the best"
+    one_size = RoundTimes({("none", 0, 2): 3.0, ("it", 1, 2): 5.25})
+    with pytest.raises(ConfigurationError, match="timed only at batch size 2, not 4"):
+        ask(trace, policy, batch_size=2, times=one_size)
