@@ -502,12 +502,8 @@ class Chip:
         """Say what is to be compiled, compile it, and report each finished graph; failed graphs are dropped."""
         total = len(self._waiting)
         if total:
-            minutes = chips.compile_seconds(total, compilers) / 60
-            memory = chips.programs(total, self.sdk.logical)
-            next(iter(self._waiting.values())).announce(
-                f"{total} graphs, {compilers} compilers at a time: about {minutes:.0f} minutes for those that the "
-                f"cache lacks, and {memory}; an estimate, never measured"
-            )
+            first = next(iter(self._waiting.values()))
+            first.announce(chips.announcement(total, compilers, self.sdk.logical))
         futures = {pool.submit(self._compiled, entry): key for key, entry in self._waiting.items()}
         for done, future in enumerate(as_completed(futures), start=1):
             key = futures[future]

@@ -95,6 +95,7 @@ class _ReadsForeignKeys(type):
 
     def __call__(cls, *arguments: Any, **keys: Any) -> Any:
         assert issubclass(cls, NeuronConfig)
+        keys = {name: _plain(value) for name, value in keys.items()}
         if not keys.keys() <= {one.name for one in fields(cls)}:
             return cls.from_neuron_config(keys)
         return super().__call__(*arguments, **keys)
@@ -295,7 +296,7 @@ class _Reader:
     """
 
     def __init__(self, fields: dict[str, Any]) -> None:
-        self.fields, self.tables = fields, key_tables()
+        self.fields, self.tables = {name: _plain(value) for name, value in fields.items()}, key_tables()
         self.without_effect: dict[str, str] = {}
 
     def read(self, fused_spec: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -315,7 +316,7 @@ class _Reader:
             "context_length_estimate": chunks,
             "amp": self._amp(),
             "tp_degree": self.fields.pop("tp_degree", 1),
-            "group_query_attention": _plain(self.fields.pop("group_query_attention", None)),
+            "group_query_attention": self.fields.pop("group_query_attention", None),
             "quantization": quantization,
             "modules_to_not_convert": left_alone,
             "kv_cache_dtype": self._kv_cache(),
@@ -499,7 +500,7 @@ class _Reader:
 
 
 def _plain(value: Any) -> Any:
-    """Return the value of an Enum's member: those projects' GQA has members of the same values."""
+    """Return the value of an Enum's member: those projects' GQA and Layout have members of the same values."""
     return value.value if isinstance(value, Enum) else value
 
 

@@ -121,13 +121,14 @@ def token_seconds(model: ModelSpec, instance: Instance, degree: int) -> float:
 
 _GRAPHS_OF_ONE, _GRAPHS = 16, 28
 """Graphs of a pair with one slot and with 16, at most, unless lists ask for more."""
-_COMPILERS = 4
+_COMPILERS = {"neuron-native": 1}  # others: 4
 
 
 def compile_seconds(model: ModelSpec) -> float:
     """Return the estimated seconds in which a model's graphs compile; 0 for a backend that compiles none."""
     graphs = _GRAPHS_OF_ONE if model.options.slots == 1 else _GRAPHS
-    return chips.compile_seconds(graphs, _COMPILERS) if BACKENDS[model.options.backend].compiles else 0.0
+    backend = model.options.backend
+    return chips.compile_seconds(graphs, _COMPILERS.get(backend, 4)) if BACKENDS[backend].compiles else 0.0
 
 
 def why(model: ModelSpec, instance: Instance, degree: int) -> str:

@@ -67,7 +67,7 @@ def test_prepared_graphs_compile_in_parallel_and_load_once(
         assert [x.tolist() for x in blank] == [[[0.0] * 4] * 2, [0.0]], "zeros of the results' shapes"
         assert not runtime().loads
     assert kinds(runtime()) == ["weights", "states", "graph", "graph", "graph"]
-    assert said[0].startswith("3 graphs, 3 compilers at a time: about 5 minutes for those that the cache lacks, and")
+    assert said[0].startswith("3 graphs, 3 at a time: about 5 minutes for those that the cache lacks, and")
     assert "about 126 MiB of programs a core, of which 96 MiB are micro-code" in said[0]
     assert sorted(text[:20] for text in said if "done" in text) == [f"{n} of 3 graphs done: "[:20] for n in (1, 2, 3)]
     runtime().meeting = None

@@ -187,7 +187,7 @@ def test_the_command_reports_exceeded_limits(tmp_path: Path) -> None:
     assert {"ideal_ms", "expected_ms", "sampler_share", "largest_gather"} <= set(found["round"])
 
 
-@pytest.mark.parametrize("one", chips.PUBLISHED, ids=lambda one: f"{one.model} on {one.instance}")
+@pytest.mark.parametrize("one", [*chips.PUBLISHED, *chips.MISSED], ids=lambda one: f"{one.model} on {one.instance}")
 def test_published_decoding_is_within_a_quarter(one: chips.Published) -> None:
     plain = setup(
         one.model, one.model, degree=one.degree, k=0, rows=one.context, slots=one.slots, quantization=one.quantization
@@ -195,7 +195,10 @@ def test_published_decoding_is_within_a_quarter(one: chips.Published) -> None:
     found: Any = round_cost.round_cost(plain, instance(one.instance))
     expected = found["round"]["expected_ms"] / 1e3
     print(f"{one.model}, {one.instance}, tp {one.degree}: {expected * 1e3:.2f} of {one.seconds * 1e3:.2f} ms")
-    assert expected == pytest.approx(one.seconds, rel=0.05 if one.fitted else 0.25)
+    if one in chips.MISSED:
+        assert 0.6 < expected / one.seconds < 0.75
+    else:
+        assert expected == pytest.approx(one.seconds, rel=0.05 if one.use == "fitted" else 0.25)
 
 
 def test_a_head_gains_more_than_a_draft_model_on_24_cores() -> None:
@@ -234,6 +237,21 @@ def test_a_verified_token_costs_what_is_published_for_trainium2() -> None:
     assert token == pytest.approx(0.2e-3, rel=0.05), "fitted"
 
 
+def test_speculation_published_for_trainium2_is_missed() -> None:
+    """By a factor of 2 and more, as the page says: both figures are of vLLM's plug-in."""
+    trn2, sizes = instance("trn2.48xlarge"), {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36}
+    small = fields("Llama-3-8B") | sizes | {"model_type": "qwen3", "vocab_size": 151_936, "tie_word_embeddings": True}
+    qwen = ModelConfig.from_fields(Fields(small, "Qwen3-4B"))
+    verify = round_cost.PartTimes(RoundSetup(qwen, ModelDraft(qwen), 4, 4), trn2, drafts=False, depths=(0, 15), slots=1)
+    token = (verify.at(15, 1).expected - verify.at(0, 1).expected) / 15
+    assert 0.18e-3 < token < 0.7e-3 / 2, "published: 0.7 ms"
+    target = ModelConfig.from_fields(Fields(fields("Llama-3-8B"), "Llama-3.1-8B"))
+    head = EagleDraft(train.default_config(target, version=3, layers=(2, 16, 29), draft_vocab_size=32_000))
+    found: Any = round_cost.round_cost(RoundSetup(target, head, 8, 3, slots=2, rows=640), trn2)
+    published = 6.41 * 3.22  # ms per token, and tokens a round
+    assert 0.45 < found["round"]["expected_ms"] / published < 0.6
+
+
 def test_a_prompt_has_a_time() -> None:
     found: Any = round_cost.round_cost(setup("Llama-3.2-1B", "Llama-3.2-1B", k=0), instance("trn3.gen1"))
     assert found["prefill"]["chunk"] == 128 and found["prefill"]["expected_ms"] > found["round"]["expected_ms"]
@@ -241,12 +259,13 @@ def test_a_prompt_has_a_time() -> None:
 
 @pytest.mark.full
 def test_the_planner_takes_the_design_that_gains_most() -> None:
-    """With int8 weights, as AWS's row has, 8B + 1B take two thirds of its 6.42 ms per token at 70 %, by the model."""
+    """With int8 weights, as AWS's row has, 8B + 1B are 1.49 and 1.65 times as fast as its 6.42 ms, by the model."""
     pair, inf2 = setup("Llama-3-8B", "Llama-3.2-1B"), instance("inf2.48xlarge")
-    asked = HardwareQuestion(pair.target, pair.draft, inf2, [0.7], max_depth=2, degrees=(24,), quantization="int8")
-    best = from_hardware(asked, [1])[0].best
-    print(best.label, 1e3 / best.tokens_per_second, "ms per token")
-    assert (best.mode, best.cores) == ("shared cores", (24, 0)) and best.tokens_per_second > 1.45 / 6.42e-3
+    for rate, times in ((0.7, 1.48), (0.8, 1.6)):
+        asked = HardwareQuestion(pair.target, pair.draft, inf2, [rate], max_depth=2, degrees=(24,), quantization="int8")
+        best = from_hardware(asked, [1])[0].best
+        print(best.label, 1e3 / best.tokens_per_second, "ms per token")
+        assert (best.mode, best.cores) == ("shared cores", (24, 0)) and best.tokens_per_second > times / 6.42e-3
     head = qwen3()
     asked = HardwareQuestion(head.target, head.draft, inf2, [0.73], max_depth=3, degrees=(24,))
     best, *others = from_hardware(asked, [1])[0].candidates
