@@ -36,7 +36,7 @@ from paceline.draft_checks import recognise
 from paceline.draft_spec import parse_draft, parse_rule
 from paceline.engine.request import SamplingParams
 
-Layout = Literal["auto", "jsonl", "spec-bench", "speed-bench", "aiperf", "text", "lines"]
+PromptLayout = Literal["auto", "jsonl", "spec-bench", "speed-bench", "aiperf", "text", "lines"]
 Depth = int | tuple[int, ...] | Literal["auto"] | None
 
 
@@ -183,7 +183,7 @@ class PromptSet(_Strict):
 
     path: str
     name: str | None = None
-    layout: Layout = "auto"
+    layout: PromptLayout = "auto"
     chat: bool | Literal["auto"] = "auto"
     system: str | None = None
     count: int | None = Field(default=None, ge=1)

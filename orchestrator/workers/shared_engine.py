@@ -30,7 +30,7 @@ from paceline.outputs import RequestOutput, Statistics
 from paceline.workers.calls import Call, CallState, CallUpdate, RequestTiming, Sink
 
 if TYPE_CHECKING:
-    from paceline.eagle.learning import Progress
+    from paceline.eagle.learning import LearningProgress
 
 log = logging.getLogger("paceline")
 
@@ -57,7 +57,7 @@ class EngineFigures:
     drafters: Mapping[str, DrafterCounts]
     misfit: str = ""
     heads: int = 0
-    learning: Progress | None = None
+    learning: LearningProgress | None = None
 
 
 class _Totals:
