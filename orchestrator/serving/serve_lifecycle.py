@@ -34,10 +34,10 @@ from paceline.placement.planning.core_range import CoreRange
 from paceline.placement.planning.groups import LoadedModel, ReplicaGroupPlan, to_unload
 from paceline.placement.planning.instances import Instance
 from paceline.serving import ray_guard
+from paceline.serving.errors import UNAVAILABLE, RefusedError
 from paceline.serving.lifecycle import Decisions, ModelLifecycle, ModelState, ModelUsage
 from paceline.serving.middleware import KeyCounts
 from paceline.serving.ray_guard import DeploymentState
-from paceline.serving.refused import UNAVAILABLE, RefusedError
 from paceline.serving.replica import model_deployment
 from paceline.serving.router import ModelCard
 from paceline.serving.serve_router import ServeRouter, deployment_name, handle_to

@@ -7,8 +7,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from paceline.core.drafter_statistics import DrafterCounts, DrafterHealth
 from paceline.eagle.learning import LearningProgress
 from paceline.outputs import Statistics
+from paceline.serving.errors import RefusedError
 from paceline.serving.metrics import METRICS, MetricSet, RequestTimes, merged
-from paceline.serving.refused import RefusedError
 from paceline.serving.router import Failed, Item, StreamChunk, StreamStart
 from paceline.workers.calls import RequestTiming
 from paceline.workers.shared_engine import EngineFigures
