@@ -45,7 +45,7 @@ def _listed(value: object) -> list[Any]:
 
 
 def _depths(value: object) -> object:
-    """One depth, or a list of them; a list in the list is a ladder to choose from in every round."""
+    """One depth, or a list of them; of a list in the list every round chooses one."""
     return tuple(map(parse_k, _listed(value)))
 
 
