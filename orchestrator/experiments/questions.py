@@ -193,7 +193,7 @@ def ask(
 def _ask_ladder(trace: Trace, policy: Policy, *, batch_size: int, times: RoundTimes | None) -> PolicyResult:
     """Depths chosen by the engine's controller from the times; a round with shorter proposals takes the same time."""
     if times is None:
-        raise ConfigurationError("k: expected times of rounds with adaptive lengths, got none; give those of an experiment")
+        raise ConfigurationError("k: expected times of rounds with adaptive lengths, got none; give them (--times)")
     name = policy.name
     seconds = {
         k: times.seconds(name, k, batch_size) if k else times.seconds(PLAIN, 0, batch_size) for k in policy.ladder
