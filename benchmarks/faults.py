@@ -349,7 +349,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--node", action="store_true", help="the loss of a node, too")
     parser.add_argument("--clients", action="store_true", help="slow and vanishing clients, too")
     parser.add_argument("--soak", type=float, default=0.0, metavar="SECONDS")
-    parser.add_argument("--state", type=Path, help="file of what was seen, which a later run goes on from")
+    parser.add_argument("--state", type=Path, help="file of results, which a later run continues")
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="begin no fault after so many seconds")
     parser.add_argument("--markdown", action="store_true", help="print the table for a page first")
     return parser.parse_args()

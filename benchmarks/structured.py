@@ -147,7 +147,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=BLOCK)
     parser.add_argument("--backend", default="native")
     parser.add_argument("--amp", default="bf16")
-    parser.add_argument("--state", type=Path, help="file of what is done, which a later run goes on from")
+    parser.add_argument("--state", type=Path, help="file of results, which a later run continues")
     options = parser.parse_args()
     asked = {name: StructuredOutput("json_schema", schema) for name, schema in SCHEMAS.items()}
     asked["expression"] = StructuredOutput("regex", EXPRESSION)

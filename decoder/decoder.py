@@ -35,7 +35,7 @@ from paceline.decoder.parallel.collectives import Collectives, SingleRank
 from paceline.decoder.parallel.sharding import Shard
 from paceline.decoder.parallel.vocab_parallel import SharedHead, choose, whole
 from paceline.decoder.parallel.vocab_part import VocabPart
-from paceline.decoder.read_prompts import ReadPrompts
+from paceline.decoder.prefix_cache import PrefixCache
 from paceline.decoder.weights.checkpoint import load_weights
 from paceline.decoder.weights.quantize import PackedMatrix
 
@@ -223,9 +223,9 @@ class CompiledDecoder:
         return self.options.n_positions
 
     @cached_property
-    def read_prompts(self) -> ReadPrompts:
+    def prefix_cache(self) -> PrefixCache:
         """Prompts in the cache, from which later requests can copy."""
-        return ReadPrompts(1 if self.body.kernels.batch_invariant else self.options.chunks[-1])
+        return PrefixCache(1 if self.body.kernels.batch_invariant else self.options.chunks[-1])
 
     @property
     def on_host(self) -> bool:
@@ -329,7 +329,7 @@ class CompiledDecoder:
             )
         before, self._holder = self._holder, holder
         if before is None:
-            self.read_prompts.begin(last=keeps_prompts_of, holder=self.last_holder)
+            self.prefix_cache.begin(last=keeps_prompts_of, holder=self.last_holder)
         self.last_holder = holder
         try:
             yield
@@ -350,7 +350,7 @@ class CompiledDecoder:
         sibling = copy.copy(self)
         sibling.body = copy.deepcopy(self.body, {**shared, id(self.body.kernels): self.body.kernels})
         sibling._steps, sibling._owners, sibling._used, sibling._carries = {}, {}, [], {}
-        sibling.__dict__.pop("read_prompts", None)  # it has its own cache
+        sibling.__dict__.pop("prefix_cache", None)  # it has its own cache
         sibling._holder = sibling.last_holder = None
         return sibling
 

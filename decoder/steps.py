@@ -14,7 +14,7 @@ from paceline.decoder.decoder import CompiledDecoder, ModelWithCache, first_slot
 from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.kernels.cache_rows import store
 from paceline.decoder.kernels.protocol import CachePosition, Tree
-from paceline.decoder.read_prompts import ReadPrompt, SharedPrefix
+from paceline.decoder.prefix_cache import CachedPrompt, SharedPrefix
 
 
 class PrefillStep(nn.Module):
@@ -134,15 +134,15 @@ def prefill_in_chunks(
     ascending.
 
     Yields after every chunk but the last; the slot must not be used until then. ``shared``: the tokens are a whole
-    prompt, whose prefix in another slot is copied (`paceline.decoder.read_prompts`). Its rows are not overwritten while
-    its request is in the slot, and the caller calls `ReadPrompts.finish` when the request leaves. ``each``: receives
+    prompt, whose prefix in another slot is copied (`paceline.decoder.prefix_cache`). Its rows are not overwritten while
+    its request is in the slot, and the caller calls `PrefixCache.finish` when the request leaves. ``each``: receives
     the logits [n, V] after every token of each chunk; then no prefix is copied. -> logits [1, 1, V] after the last
     token, and the hidden states [S, F] of all tokens if they are read.
     """
     done, logits, features = 0, None, list[Tensor]()
     chunks = decoder.options.chunks if chunks is None else chunks
     layers = None if reads is None else reads.layers
-    known = decoder.read_prompts
+    known = decoder.prefix_cache
     shared = shared and (decoder.on_host or known.keeps)
     if shared:
         prefix = known.find(tuple(prompt), layers) if each is None else None
@@ -176,7 +176,7 @@ def prefill_in_chunks(
     assert logits is not None, "an empty prompt is refused before this"
     every = torch.cat(features) if features else None
     if shared and each is None:
-        known.add(slot, ReadPrompt(tuple(prompt), layers, logits, every))
+        known.add(slot, CachedPrompt(tuple(prompt), layers, logits, every))
     return logits, every
 
 
@@ -237,7 +237,7 @@ def move_slot(decoder: CompiledDecoder, slot: int, to: int, *, rows: int) -> Non
     else:
         key, inputs = GraphKey("move", bucket=decoder.bucket_for(rows)), slot_numbers(slot, to)
         decoder.graph(key, MoveSlotStep, inputs)(*inputs)
-    decoder.read_prompts.move(slot, to)
+    decoder.prefix_cache.move(slot, to)
 
 
 def slot_numbers(*slots: int) -> list[Tensor]:

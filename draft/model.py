@@ -142,11 +142,11 @@ class ModelDrafter(HeadDrafter):
 
     def finish_request(self, slot: int) -> None:
         super().finish_request(slot)
-        self.decoder.read_prompts.finish(slot)
+        self.decoder.prefix_cache.finish(slot)
 
     def move_request(self, slot: int, to: int, rows: int) -> None:
         super().move_request(slot, to, rows)
-        self.decoder.read_prompts.move(slot, to)
+        self.decoder.prefix_cache.move(slot, to)
 
     def propose_allowed(
         self,

@@ -2,8 +2,8 @@
 
 It scores three heads on a share of the texts, before it learns from them: the shipped one, the live one, which drafts,
 and the learner. When the learner is better than the live head, it is written and becomes the live one. Run as a module
-it reads `Settings` on the first line of stdin, then a finished text a line; it writes a `Progress` a line. The process
-that drafts is `paceline.learner`.
+it reads `LearningSettings` on the first line of stdin, then a finished text per line; it writes a `LearningProgress`
+per line. The process that drafts is `paceline.learner`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _WARM_UP = 10  # steps
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class LearningSettings:
     """Settings of a process: folders of the target, of the shipped head and for new heads, the depth of the drafts, and
     the number of threads.
     """
@@ -68,7 +68,7 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class FinishedText:
     """Token ids of a finished text, the first ``prompt`` of which are the prompt's."""
 
     prompt: int
@@ -76,7 +76,7 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class LearningProgress:
     """Counts so far. ``head``: folder of a head to draft with from now on; None: no change.
 
     acceptance_length  expected tokens of a round at the positions of the last scored texts, of the shipped, live and
@@ -132,18 +132,18 @@ class Learning:
         matrices = {name: x for name, x in parameters.items() if x.dim() == 2 and not name.startswith("lm_head")}
         vectors = [x for name, x in parameters.items() if name not in matrices]
         self._optimizers = [muon(list(matrices.values()), _RATE), torch.optim.AdamW(vectors, _RATE, betas=(0.9, 0.98))]
-        self._new: deque[Text] = deque()
-        self._kept: list[Text] = []
+        self._new: deque[FinishedText] = deque()
+        self._kept: list[FinishedText] = []
         self._rng = random.Random(0)
         self._repeats = self._steps = self._taken = self._scored = self._since = 0
         self._lengths: dict[str, float] = {}
         self.texts = self.tokens = 0
 
-    def add(self, text: Text) -> None:
+    def add(self, text: FinishedText) -> None:
         """Add a finished text, unless its answer is too short to learn from."""
         tokens = text.tokens[:_LONGEST]
         if len(tokens) - text.prompt >= self._depth + 2:
-            self._new.append(Text(text.prompt, tokens))
+            self._new.append(FinishedText(text.prompt, tokens))
             self.texts += 1
             self.tokens += len(tokens) - text.prompt
 
@@ -169,12 +169,12 @@ class Learning:
         self._learn(self._read(fresh + again))
         return self._decide() if shadow else None
 
-    def progress(self, head: Path | None = None) -> Progress:
+    def progress(self, head: Path | None = None) -> LearningProgress:
         """Return the counts so far."""
         lengths = {name: round(value, 3) for name, value in self._lengths.items()}
-        return Progress(self.texts, self.tokens, lengths, None if head is None else str(head))
+        return LearningProgress(self.texts, self.tokens, lengths, None if head is None else str(head))
 
-    def _read(self, texts: Sequence[Text]) -> Texts:
+    def _read(self, texts: Sequence[FinishedText]) -> Texts:
         """Return texts in rows of one length, with the target's states; their answers are counted."""
         size = max(len(text.tokens) for text in texts)
         tokens = torch.zeros(len(texts), size, dtype=torch.int64)
@@ -198,7 +198,7 @@ class Learning:
                 optimizer.step()
         self.network.zero_grad()
 
-    def _score(self, texts: Sequence[Text]) -> None:
+    def _score(self, texts: Sequence[FinishedText]) -> None:
         """Score the three heads on texts that none of them has learnt from."""
         read = self._read(texts)
         self._scored += len(texts)
@@ -274,14 +274,14 @@ def main() -> None:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    settings = Settings(**json.loads(sys.stdin.buffer.readline()))
+    settings = LearningSettings(**json.loads(sys.stdin.buffer.readline()))
     torch.set_num_threads(settings.threads)
-    texts: deque[Text] = deque(maxlen=_KEPT)
+    texts: deque[FinishedText] = deque(maxlen=_KEPT)
     arrived = threading.Event()
 
     def receive() -> None:
         for line in sys.stdin.buffer:
-            texts.append(Text(**json.loads(line)))
+            texts.append(FinishedText(**json.loads(line)))
             arrived.set()
         os._exit(0)  # the parent has ended; there is nothing to save
 

@@ -26,7 +26,7 @@ from paceline.decoder.decoder import ModelWithCache
 from paceline.decoder.kernels.protocol import Kernels
 from paceline.decoder.parallel.collectives import Collectives, DeviceGroup, SingleRank
 from paceline.neuron import graph_lint, hlo_lint, prompt_attention
-from paceline.neuron.chip import Chip, Entry, Stateful, chip, others
+from paceline.neuron.chip import DeviceProcess, Entry, Stateful, chip, others
 from paceline.neuron.chips import DRAFT_LENGTHS
 from paceline.neuron.kernels import TraceableKernels
 from paceline.neuron.lowering import Lowered, lower, state_of
@@ -130,7 +130,7 @@ class NeuronBackend(ChecksNoise, Backend):
 class _Step:
     """One graph. While graphs are prepared it does not run: its results are zeros of their shapes."""
 
-    def __init__(self, chip: Chip, key: str, lowered: Lowered) -> None:
+    def __init__(self, chip: DeviceProcess, key: str, lowered: Lowered) -> None:
         self._chip, self._key, self._lowered = chip, key, lowered
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:

@@ -178,7 +178,7 @@ class Entry:
     announce: Callable[[str], None]
 
 
-class Names:
+class DeviceNames:
     """Maps tensors of the host to their names on the device.
 
     The SDK shares by name, and two steps may reach one tensor by two paths, or two tensors by the same one. A
@@ -267,7 +267,7 @@ Ranks = list[dict[str, Tensor]]
 """Tensors by their names, for every rank."""
 
 
-class Resident:
+class LoadedGraphs:
     """One `NxDModel`, to which weights, states and graphs may be added while it is on the device.
 
     states  names of the loaded states
@@ -359,7 +359,7 @@ def _room(what: str, ranks: Ranks) -> Iterator[None]:
         ) from error
 
 
-class Chip:
+class DeviceProcess:
     """One `NxDModel` of every graph, on the process's cores from 0 on."""
 
     def __init__(self) -> None:
@@ -370,10 +370,10 @@ class Chip:
             self._functions: Any = importlib.import_module("neuronx_distributed.trace.functions")
         except ImportError as error:
             raise BackendError(f"the Neuron SDK cannot be imported ({error}); {neuron_sdk.SETUP}") from error
-        self.names = Names()
+        self.names = DeviceNames()
         self.graphs: dict[str, Entry] = {}  # compiled; loaded unless preparation is under way
         self.failed: dict[str, BackendError] = {}
-        self.resident: Resident | None = None
+        self.resident: LoadedGraphs | None = None
         self._made = 0
         self._pool: ThreadPoolExecutor | None = None  # exists while graphs are prepared
         self._waiting: dict[str, Entry] = {}
@@ -519,7 +519,7 @@ class Chip:
     def _load(self) -> None:
         """Load everything that is not yet on the device."""
         if self.resident is None:
-            self.resident = Resident(self.degree)
+            self.resident = LoadedGraphs(self.degree)
         self.resident.add_weights(self.names.weights(self.degree))
         self.resident.add_states(self.names.states(self.degree))
         for key, entry in [*self.graphs.items()]:
@@ -542,10 +542,10 @@ class Chip:
 
 
 @lru_cache(maxsize=1)
-def chip() -> Chip:
+def chip() -> DeviceProcess:
     """Return this process's chip: its cores and its runtime cannot be released before the process ends.
 
     Raises:
         BackendError: the SDK is missing or does not fit the chip.
     """
-    return Chip()
+    return DeviceProcess()

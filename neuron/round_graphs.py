@@ -143,7 +143,7 @@ class RoundSetup:
     cores.
 
     ``lines``: the first slots, which the graph computes (a batch bucket); 0: all of them. ``quantization``: of the
-    target's matmul weights; None: 16 bits. ``k`` 0 is plain decoding, and the draft counts for nothing.
+    target's matmul weights; None: 16 bits. With ``k`` 0 (plain decoding) the draft is ignored.
     """
 
     target: ModelConfig
@@ -171,8 +171,8 @@ def read_config(path: Path) -> ModelConfig:
 
 
 def read_draft(path: Path, target: ModelConfig) -> RoundDraft:
-    """Read a draft model, or an EAGLE head, from its ``config.json``. Weights are not required: a head without a
-    vocabulary counts as version 1, and each as having one layer and a separate output layer.
+    """Read a draft model, or an EAGLE head, from its ``config.json``. Weights are not needed: a head without a
+    vocabulary is taken as version 1, any head as one layer with a separate output layer.
 
     Raises:
         CheckpointError: it is not a configuration of either.

@@ -208,7 +208,7 @@ class _Builder:
             fit=DraftFit(type(drafter).__name__, drafter.misfit_causes) if watched else None,
         )
         shape = RoundShape(most, self.width, drafter.max_positions, target.kv_buckets, target.batch_buckets)
-        return Engine(self.slots, rounds, shape, target.read_prompts if config.prefix_caching else None)
+        return Engine(self.slots, rounds, shape, target.prefix_cache if config.prefix_caching else None)
 
     def _plan(self, length: int) -> RoundPlan:
         """The plan of rounds that draft ``length`` tokens."""

@@ -102,8 +102,8 @@ class SpeculativeConfig(BaseModel):
     )
     learn: Annotated[str | None, OF_DRAFTS] = Field(
         default=None,
-        description="Folder for an EAGLE head that goes on learning from the finished texts of this process, in the "
-        "time that no other process wants, and replaces the given one where it drafts better. Default: none.",
+        description="Folder for an EAGLE head that is trained on the finished texts of this process, at idle priority, "
+        "and replaces the given one where it drafts better. Default: none.",
     )
     confidence_threshold: Annotated[float, OF_MODELS] = Field(
         default=0.0,
@@ -113,7 +113,7 @@ class SpeculativeConfig(BaseModel):
     )
     vocabulary: Annotated[Any, BeforeValidator(_parse_vocabulary), OF_MODELS] = Field(
         default="same",
-        description="How to use a draft with another tokenizer: same (refuse it), intersection (draft only shared "
+        description="How to use a draft with another tokenizer: same (reject it), intersection (draft only shared "
         "tokens) "
         "or retokenize (exchange text).",
     )

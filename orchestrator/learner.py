@@ -25,7 +25,7 @@ from paceline.core.protocols import Drafter
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.weights.hub import checkpoint_path
 from paceline.eagle.drafter import EagleDrafter
-from paceline.eagle.learning import Progress, Settings, Text, current_head
+from paceline.eagle.learning import FinishedText, LearningProgress, LearningSettings, current_head
 from paceline.engine.engine import Engine, RequestQueue
 from paceline.engine.request import Request
 from paceline.outputs import RequestOutput, Statistics
@@ -65,12 +65,12 @@ class Learner:
         except OSError as error:
             raise StorageError(f"learn: {folder} cannot be written ({error.strerror}); give another folder") from error
         threads = max(1, len(os.sched_getaffinity(0)) // 2) if hasattr(os, "sched_getaffinity") else 1
-        self._settings = Settings(
+        self._settings = LearningSettings(
             str(target.folder), str(shipped), str(self._folder), drafter.draft_shape.depth, threads
         )
-        self._texts: Queue[Text] = Queue(_WAITING)
+        self._texts: Queue[FinishedText] = Queue(_WAITING)
         self._process: subprocess.Popen[str] | None = None
-        self.heads, self.progress, self.closed = 0, Progress(0, 0), False
+        self.heads, self.progress, self.closed = 0, LearningProgress(0, 0), False
         before = current_head(self._folder, shipped)
         self._next = None if before is None else str(before)
         self._take_over()
@@ -99,7 +99,7 @@ class Learner:
         if self._process is not None:
             self._process.kill()
 
-    def _add(self, text: Text) -> None:
+    def _add(self, text: FinishedText) -> None:
         with suppress(Full):
             self._texts.put_nowait(text)
         if self._process is None:
@@ -130,7 +130,7 @@ class Learner:
         figures = ", ".join(f"{name} {value:.2f}" for name, value in lengths.items())
         log.info("learn: drafting with %s; tokens per round: %s", head, figures or "not measured in this process")
 
-    def _reported(self, progress: Progress) -> None:
+    def _reported(self, progress: LearningProgress) -> None:
         self.progress = progress
         self._next = progress.head or self._next
 
@@ -140,12 +140,12 @@ class _SeenQueue:
 
     def __init__(self, queue: RequestQueue) -> None:
         self._queue, self.paced = queue, queue.paced
-        self.texts: dict[int, Text] = {}
+        self.texts: dict[int, FinishedText] = {}
 
     def pop(self) -> Request | None:
         request = self._queue.pop()
         if request is not None:
-            self.texts[request.index] = Text(len(request.prompt), list(request.prompt))
+            self.texts[request.index] = FinishedText(len(request.prompt), list(request.prompt))
         return request
 
     def take_aborted(self) -> Collection[int]:
@@ -178,7 +178,7 @@ def _receive(learner: weakref.ref[Learner], process: subprocess.Popen[str]) -> N
         for line in lines:
             owner = learner()
             if owner is not None:
-                owner._reported(Progress(**json.loads(line)))
+                owner._reported(LearningProgress(**json.loads(line)))
             del owner
     process.wait()
     owner = learner()

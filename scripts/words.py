@@ -5,7 +5,8 @@
 Words are counted as `wc -w` does, code and tables included. Exit status 1 if a page or all of them are over
 budget, a page has no budget, or a fault is found. Patterns of prose look at every sentence; those of summaries look
 at the cells of tables and at items of lists, which have to be understood alone, as the first line of a docstring has.
-In code, kinds D and P4 look at the first paragraphs of docstrings, E1 and E2 at the texts of errors, H1 at help texts.
+In code, kinds D look at the first paragraphs of docstrings, E1 and E2 at the texts of errors, H1 at help texts, and P4
+at all three.
 """
 
 from __future__ import annotations
@@ -140,8 +141,8 @@ def _text(node: ast.AST) -> str:
 def code_faults(source: str) -> Iterator[tuple[Kind, int, str]]:
     """Every fault of a module: in docstrings, in texts of errors (E1, E2), in help texts and descriptions (H1)."""
     docstrings = [kind for kind in KINDS if kind.name.startswith("D") or kind.name == "P4"]
-    errors = [kind for kind in KINDS if kind.name == "E1"]
-    helps = [kind for kind in KINDS if kind.name in ("D1", "D2", "D4", "H1")]
+    errors = [kind for kind in KINDS if kind.name in ("E1", "P4")]
+    helps = [kind for kind in KINDS if kind.name in ("D1", "D2", "D4", "H1", "P4")]
     without_remedy = next(kind for kind in KINDS if kind.name == "E2")
     for node in ast.walk(ast.parse(source)):
         texts: list[tuple[str, list[Kind]]] = []

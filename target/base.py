@@ -84,7 +84,7 @@ class TargetVerifier(Verifier):
 
     def finish_request(self, slot: int) -> None:
         """Do nothing to the cache: the next request's prompt overwrites its rows."""
-        self.decoder.read_prompts.finish(slot)
+        self.decoder.prefix_cache.finish(slot)
 
     def move_request(self, slot: int, to: int, rows: int) -> None:
         move_slot(self.decoder, slot, to, rows=rows)

@@ -68,7 +68,7 @@ def program(torch: Path) -> Library:
 
 
 @dataclass(frozen=True, slots=True)
-class Processor:
+class CpuKind:
     """A kind of processor with prebuilt kernels. ``needs``: flags of Linux's /proc/cpuinfo."""
 
     name: str
@@ -79,18 +79,18 @@ class Processor:
 _V3 = frozenset(("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave", "popcnt", "sse4_2", "ssse3"))
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 PROCESSORS = (
-    Processor(
+    CpuKind(
         "x86-64-v4-bf16",
         ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"),
         _V4 | {"avx512_bf16", "avx512_vnni"},
     ),
-    Processor("x86-64-v4", ("-march=x86-64-v4",), _V4),
-    Processor("x86-64-v3", ("-march=x86-64-v3",), _V3),
+    CpuKind("x86-64-v4", ("-march=x86-64-v4",), _V4),
+    CpuKind("x86-64-v3", ("-march=x86-64-v3",), _V3),
 )
 """Processors, the fastest first. Results are bitwise identical on all: see integers.h, pairs.h and vectors.h."""
 
 
-def fitting(flags: frozenset[str]) -> list[Processor]:
+def fitting(flags: frozenset[str]) -> list[CpuKind]:
     """Return the entries whose kernels a processor with these flags can run, the fastest first."""
     return [one for one in PROCESSORS if one.needs <= flags]
 

@@ -38,7 +38,7 @@ from paceline.decoder.weights.files import check_stored, is_mapped
 from paceline.decoder.weights.folder import check_kept, find_weight_files, is_gguf
 from paceline.decoder.weights.formats import GROUP, WeightFormat
 from paceline.decoder.weights.hub import checkpoint_path
-from paceline.decoder.weights.layouts import EIGHT_BITS, STORED_FORMATS, Layout, stored_layout
+from paceline.decoder.weights.layouts import EIGHT_BITS, STORED_FORMATS, StoredLayout, stored_layout
 from paceline.decoder.weights.open import OpenFiles, Place, open_weight_file, unfused
 from paceline.decoder.weights.quantize import (
     QuantizedTensor,
@@ -62,7 +62,7 @@ class _Stored:
     spec: TensorSpec
     name: str
     files: OpenFiles
-    layout: tuple[Layout, Mapping[str, object]]
+    layout: tuple[StoredLayout, Mapping[str, object]]
     portion: int = 0
 
     @property
@@ -477,7 +477,7 @@ def _survey(path: Path) -> dict[str, Place]:
     return places
 
 
-def _with_parts(places: dict[str, Place], layout: Layout) -> dict[str, Place]:
+def _with_parts(places: dict[str, Place], layout: StoredLayout) -> dict[str, Place]:
     """The same with one entry for each quantised matrix in place of its tensors."""
     made = dict(places)
     for name, place in places.items():
@@ -546,7 +546,7 @@ def _check_names(folder: Path, found: list[str], expected: dict[str, TensorSpec]
 
 
 def _check_infos(
-    places: dict[str, Place], specs: dict[str, TensorSpec], layout: tuple[Layout, Mapping[str, object]]
+    places: dict[str, Place], specs: dict[str, TensorSpec], layout: tuple[StoredLayout, Mapping[str, object]]
 ) -> None:
     with OpenFiles() as files:
         for name, spec in specs.items():

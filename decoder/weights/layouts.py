@@ -28,7 +28,7 @@ Allowed = Mapping[str, tuple[object, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class StoredLayout:
     """A way to store the matrix X.weight of a module X.
 
     name     of the row, and of the reader
@@ -56,7 +56,7 @@ _SCALES = ("weight_scale", "scale")  # of compressed-tensors, and of NxD Inferen
 _CONFIG: Allowed = {"kv_cache_scheme": _NOTHING, "transform_config": _NOTHING}
 _SYMMETRIC: tuple[object, ...] = (True,)
 
-EIGHT_BITS = Layout(
+EIGHT_BITS = StoredLayout(
     "8 bits",
     _COMPRESSED,
     "8-bit integers or floats with a scale for each row or matrix (`int-quantized`, `float-quantized`)",
@@ -74,7 +74,7 @@ EIGHT_BITS = Layout(
 
 LAYOUTS = (
     EIGHT_BITS,
-    Layout(
+    StoredLayout(
         "packed integers",
         _COMPRESSED,
         "4 or 8 bits in groups or rows, with zero points or without, columns in any order (`pack-quantized`)",
@@ -88,7 +88,7 @@ LAYOUTS = (
             "actorder": (None, False, "static", "weight", "group", "dynamic"),
         },
     ),
-    Layout(
+    StoredLayout(
         "mxfp4",
         _COMPRESSED,
         "MXFP4: 4-bit floats in groups of 32 with a power of two (`mxfp4-pack-quantized`)",
@@ -102,13 +102,13 @@ LAYOUTS = (
             "group_size": (32,),
         },
     ),
-    Layout(
+    StoredLayout(
         "mxfp4 experts",
         "mxfp4",
         "MXFP4 of gpt-oss: all experts of a layer in one tensor (`_blocks`, `_scales`)",
         parts=("weight_packed", "weight_scale"),
     ),
-    Layout(
+    StoredLayout(
         "fp8",
         "fp8",
         "e4m3 with a scale for each block of any size, row or matrix; scales of activations are not used",
@@ -122,7 +122,7 @@ LAYOUTS = (
             "expert_dtype": (None, "fp8"),
         },
     ),
-    Layout(
+    StoredLayout(
         "gptq",
         "gptq",
         "GPTQ: 4 or 8 bits, with or without `desc_act`, zero points of `gptq` and `gptq_v2`, `dynamic` rules",
@@ -135,7 +135,7 @@ LAYOUTS = (
             "is_marlin_format": _NOTHING,
         },
     ),
-    Layout(
+    StoredLayout(
         "awq",
         "awq",
         "AWQ: 4 bits in the order of `gemm`",
@@ -147,7 +147,7 @@ LAYOUTS = (
             "backend": (None, "auto", "autoawq"),
         },
     ),
-    Layout(
+    StoredLayout(
         "bitsandbytes",
         "bitsandbytes",
         "4 bits, `nf4` or `fp4`, with double quantisation or without",
@@ -167,7 +167,7 @@ LAYOUTS = (
             "bnb_4bit_quant_storage": (None, "uint8"),
         },
     ),
-    Layout(
+    StoredLayout(
         "torchao",
         "torchao",
         "torchao, safetensors: integers or e4m3 in a byte each, in groups or rows",
@@ -176,7 +176,7 @@ LAYOUTS = (
 )
 
 
-def layout_of(values: object, where: str) -> Layout:
+def layout_of(values: object, where: str) -> StoredLayout:
     """Return the layout that ``quantization_config`` describes.
 
     Raises:
@@ -199,7 +199,7 @@ def layout_of(values: object, where: str) -> Layout:
     )
 
 
-def stored_layout(place: Path) -> tuple[Layout, Mapping[str, object]]:
+def stored_layout(place: Path) -> tuple[StoredLayout, Mapping[str, object]]:
     """Return the layout of a checkpoint, and its ``quantization_config``, which is empty where there is none.
 
     Raises:
@@ -212,7 +212,7 @@ def stored_layout(place: Path) -> tuple[Layout, Mapping[str, object]]:
     return layout_of(values, str(file)), values
 
 
-def _why_not(values: Mapping[str, object], row: Layout) -> str:
+def _why_not(values: Mapping[str, object], row: StoredLayout) -> str:
     for name, allowed in row.allowed.items():
         if values.get(name) not in allowed:
             return f"{name} = {values.get(name)!r}"

@@ -209,7 +209,7 @@ Expects = Callable[[Graph, int], float]
 
 
 @dataclass(frozen=True, slots=True)
-class GraphTime:
+class TimedGraph:
     """One graph.
 
     name      its key
@@ -228,7 +228,7 @@ class GraphTime:
 
 def graph_times(
     decoder: CompiledDecoder, expects: Expects | None, *, clock: Callable[[], float] = perf_counter
-) -> list[GraphTime]:
+) -> list[TimedGraph]:
     """Measure how long each graph of a decoder takes on this machine, next to the calculated time: call every compiled
     graph on inputs of its shapes. The caches lose their contents.
     """
@@ -242,5 +242,5 @@ def graph_times(
             step(*graph.example)
             seconds.append(clock() - begin)
         expected = expects(graph, width) if expects else None
-        found.append(GraphTime(graph.name, median(seconds), expected))
+        found.append(TimedGraph(graph.name, median(seconds), expected))
     return found

@@ -54,7 +54,13 @@ def list_rows(
         console.out().print(table)
 
 
-_UNSHOWN = ("path", "options", "marks")
+_UNSHOWN = ("path", "options", "marks", "check")
+_LABELS = {
+    "draws": "sampled drafts", "fused": "one graph with the target", "masks": "drafts under a grammar",
+    "ladder": "adaptive k", "listable": "in lists",
+}  # fmt: skip
+"""Words for capabilities; others go by their names."""
+
 _IN_BLOCKS = ("drafters", "acceptance rules", "backends")
 """Tables too wide for a terminal of 80 columns: a row is a block of lines there."""
 
@@ -80,8 +86,9 @@ def _show_blocks(title: str, rows: Rows) -> None:
     for row in rows:
         shown.print(Text(f"  {row['name']}", style="bold").append(f": {row['summary']}", style="not bold"))
         values = {key: value for key, value in row.items() if key not in ("name", "summary", "options")}
-        facts = [key.replace("_", " ") for key, value in values.items() if value is True]
-        facts += [f"{key.replace('_', ' ')}: {_cell(value)}" for key, value in values.items() if _is_told(value)]
+        labels = {key: _LABELS.get(key, key.replace("_", " ")) for key in values}
+        facts = [labels[key] for key, value in values.items() if value is True]
+        facts += [f"{labels[key]}: {_cell(value)}" for key, value in values.items() if _is_shown(value)]
         lines = [", ".join(facts), *(f"{key}={value}" for key, value in _defaults(title, row).items())]
         if example := _example(title, row):
             lines.append(f"example: {example}")
@@ -90,7 +97,7 @@ def _show_blocks(title: str, rows: Rows) -> None:
     shown.print()
 
 
-def _is_told(value: object) -> bool:
+def _is_shown(value: object) -> bool:
     return not isinstance(value, bool) and value not in ("", None, ())
 
 

@@ -178,7 +178,7 @@ def acceptance_by_position(statistics: Statistics) -> str:
     return "  ".join(f"{accepted / drafted:.0%}" for accepted, drafted in pairs if drafted)
 
 
-def graphs_table(graphs: Sequence[GraphTime]) -> Table:
+def graphs_table(graphs: Sequence[MadeGraph]) -> Table:
     """The graphs of a command, and how long each took."""
     table = Table("decoder", "graph", "seconds", "", title="graphs")
     for graph in graphs:
@@ -219,7 +219,7 @@ def _harmless(text: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class GraphTime:
+class MadeGraph:
     """One graph that was made: compiled, or taken from the cache."""
 
     owner: str
@@ -288,7 +288,7 @@ def bar(console: Console, label: str, total: int | None = None, *, still: bool =
 
 
 @contextmanager
-def watching(decoders: Mapping[str, CompiledDecoder], shown: Bar, graphs: list[GraphTime]) -> Iterator[None]:
+def watching(decoders: Mapping[str, CompiledDecoder], shown: Bar, graphs: list[MadeGraph]) -> Iterator[None]:
     """Show every graph that these decoders make inside the block, and note it in ``graphs``."""
 
     def observer(owner: str) -> Callable[[GraphEvent], None]:
@@ -299,7 +299,7 @@ def watching(decoders: Mapping[str, CompiledDecoder], shown: Bar, graphs: list[G
                 compiling.add(event.key)
                 shown.step(f"{event.message} of the {owner}")
                 return
-            graphs.append(GraphTime(owner, str(event.key), event.seconds, event.key in compiling))
+            graphs.append(MadeGraph(owner, str(event.key), event.seconds, event.key in compiling))
             shown.advance()
 
         return observe
@@ -313,12 +313,12 @@ def watching(decoders: Mapping[str, CompiledDecoder], shown: Bar, graphs: list[G
 
 def compiling(
     console: Console, decoders: Mapping[str, CompiledDecoder], jobs: Sequence[Callable[[], None]]
-) -> list[GraphTime]:
+) -> list[MadeGraph]:
     """Run jobs that make graphs, such as `SpeculativeGenerator.compile`, under one bar.
 
     Returns the graphs they made.
     """
-    graphs: list[GraphTime] = []
+    graphs: list[MadeGraph] = []
     prefills = sum(
         len(decoder.options.chunks if name == "target" else decoder.options.draft_chunks)
         for name, decoder in decoders.items()

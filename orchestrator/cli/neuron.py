@@ -127,6 +127,7 @@ def cost_of_round(
     """Estimate the time of a speculative round, or of a plain step, on Neuron chips, without weights or a chip."""
     with console.refusals():
         (kind,), lines, machine = known_kinds([sampling]), graph.lines(), neuron_instance(instance)
+        from paceline.neuron import chips
         from paceline.neuron.round_cost import round_cost, to_json
         from paceline.neuron.round_graphs import ModelDraft, RoundSetup, read_config, read_draft
 
@@ -146,14 +147,18 @@ def cost_of_round(
     for name, part in parts.items():
         table.add_row(name, *(f"{value:.3f}" for value in part.values()))
     console.out().print(table)
-    for name in ("ideal_ms", "expected_ms", "worst_ms", "sampler_share", "largest_gather", "instructions"):
+    for name in ("ideal_ms", "expected_ms", "worst_ms", "sampler_share", "largest_gather"):
         console.say(console.out(), f"{name}: {whole[name]}")
+    console.say(console.out(), f"collectives: {sum(one['count'] for one in whole['collectives'])}")
+    console.say(console.out(), f"instructions: {whole['instructions']} of {chips.MAX_INSTRUCTIONS.value:.0f}")
+    memory = f"{whole['memory_per_core'] / 2**30:.1f} of {machine.memory / 2**30:.0f}"
+    console.say(console.out(), f"memory per core: {memory} GiB")
     prefill = found["prefill"]
     assert isinstance(prefill, dict)
     console.say(console.out(), f"prefill: {prefill['expected_ms']} ms for each {prefill['chunk']} tokens of a prompt")
     for side, filled in padding.items():
         for what, (has, computes) in filled.items():
-            console.say(console.out(), f"filled up with zeros: {has} {what} of the {side} to {computes}")
+            console.say(console.out(), f"padded with zeros: {has} {what} of the {side} to {computes}")
     for limit in found["over_limits"] if isinstance(found["over_limits"], list) else []:
         console.say(console.out(), f"over the limit: {limit}")
 

@@ -333,6 +333,11 @@ def _options(kind: Any) -> list[_Option]:
     options = _fields(kind)
     for option in options:
         option.info.rich_help_panel = _PANELS.get(kind)
+        if kind in (LoadOptions, SpeculativeConfig) and option.name in ALIASES.values():
+            names = option.name, *(alias for alias, own in ALIASES.items() if own == option.name)
+            first, *others = (f"--{name.replace('_', '-')}" for name in names)
+            flag = f"{first}/--no-{first[2:]}" if get_args(option.parameter.annotation)[0] is bool else first
+            option.info.param_decls = (flag, *others)
     return options
 
 
@@ -359,10 +364,6 @@ def _option(name: str, annotation: Any, usual: Any, *, default: Any) -> _Option:
     kind, *extra = get_args(annotation) if get_origin(annotation) is Annotated else (annotation,)
     option = copy(next((part for part in extra if isinstance(part, ParameterInfo)), usual))
     kind, default, one_or_more = _typer_type(kind, default)
-    if aliases := [f"--{alias.replace('_', '-')}" for alias, own in ALIASES.items() if own == name]:
-        dashed = name.replace("_", "-")
-        usual_names = (f"--{dashed}/--no-{dashed}" if kind is bool else f"--{dashed}",)
-        option.param_decls = (*(option.param_decls or usual_names), *aliases)
     parameter = inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
     )

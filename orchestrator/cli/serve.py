@@ -64,7 +64,7 @@ class OneModel:
         typer.Option(help="Target to serve without a models file: a folder or the name of a fetched model."),
     ] = None
     name: Annotated[str | None, typer.Option(help="Name of the model in requests. Default: the folder's name.")] = None
-    batch_size: Annotated[int, typer.Option(help=BATCH_SIZE)] = 8
+    batch_size: Annotated[int, typer.Option("--batch-size", "--max-num-seqs", help=BATCH_SIZE)] = 8
     max_waiting: Annotated[
         int | None,
         typer.Option(help="Maximum number of requests that wait for a slot; more get status 429. Default: 1024."),
@@ -72,10 +72,12 @@ class OneModel:
     tp_degree: Annotated[
         int | None,
         typer.Option(
+            "--tp-degree",
+            "--tensor-parallel-size",
             help=(
                 "Tensor-parallel degree: number of cores that the model is sharded over. Default: the smallest "
                 "that fits."
-            )
+            ),
         ),
     ] = None
 

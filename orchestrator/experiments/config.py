@@ -36,7 +36,7 @@ from paceline.draft_checks import recognise
 from paceline.draft_spec import parse_draft, parse_rule
 from paceline.engine.request import SamplingParams
 
-Layout = Literal["auto", "jsonl", "spec-bench", "speed-bench", "aiperf", "text", "lines"]
+PromptLayout = Literal["auto", "jsonl", "spec-bench", "speed-bench", "aiperf", "text", "lines"]
 Depth = int | tuple[int, ...] | Literal["auto"] | None
 
 
@@ -45,7 +45,7 @@ def _listed(value: object) -> list[Any]:
 
 
 def _depths(value: object) -> object:
-    """One depth, or a list of them; a list in the list is a ladder to choose from in every round."""
+    """One depth, or a list of them; of a list in the list every round chooses one."""
     return tuple(map(parse_k, _listed(value)))
 
 
@@ -183,7 +183,7 @@ class PromptSet(_Strict):
 
     path: str
     name: str | None = None
-    layout: Layout = "auto"
+    layout: PromptLayout = "auto"
     chat: bool | Literal["auto"] = "auto"
     system: str | None = None
     count: int | None = Field(default=None, ge=1)

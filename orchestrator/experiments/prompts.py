@@ -20,7 +20,7 @@ from typing import Any
 
 from paceline.core.detokenizer import Tokenizer
 from paceline.core.errors import PromptError
-from paceline.experiments.config import Layout, PromptSet, digest
+from paceline.experiments.config import PromptLayout, PromptSet, digest
 from paceline.text.chat import chat_ids
 from paceline.text.tokenizer import prompt_ids
 
@@ -123,7 +123,7 @@ def _chosen(raw: list[RawPrompt], chosen: PromptSet) -> list[RawPrompt]:
     return raw if chosen.count is None else raw[:: max(1, len(raw) // chosen.count)][: chosen.count]
 
 
-def read_prompts(path: Path, layout: Layout = "auto") -> Iterator[RawPrompt]:
+def read_prompts(path: Path, layout: PromptLayout = "auto") -> Iterator[RawPrompt]:
     """Read the prompts of a file in any of the layouts; ``auto`` uses the file's name and its keys.
 
     Raises:
@@ -184,7 +184,7 @@ def _text(path: Path) -> str:
         raise PromptError(f"{path}: the file cannot be read ({error}); check the path and its permissions") from error
 
 
-def _prompt(row: Mapping[str, Any], number: int, *, path: Path, layout: Layout) -> RawPrompt:
+def _prompt(row: Mapping[str, Any], number: int, *, path: Path, layout: PromptLayout) -> RawPrompt:
     """One row of JSON or Parquet, by its keys."""
     key = str(next((row[name] for name in ("question_id", "id", "session_id") if name in row), number))
     category = str(row.get("category", path.stem))

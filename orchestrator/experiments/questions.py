@@ -196,7 +196,7 @@ def _ask_ladder(trace: Trace, policy: Policy, *, batch_size: int, times: RoundTi
     if requests compete for rows: a row that is not verified saves the time of one more request of plain decoding.
     """
     if times is None:
-        raise ConfigurationError("a ladder goes by times of rounds; give those of an experiment (--times)")
+        raise ConfigurationError("k: expected times of rounds with adaptive lengths, got none; give them (--times)")
     name = policy.name
     seconds = {
         k: times.seconds(name, k, batch_size) if k else times.seconds(PLAIN, 0, batch_size) for k in policy.ladder

@@ -42,7 +42,7 @@ class TokenPiece:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class AnswerStep:
     """Addition to one choice.
 
     first          whether this holds the first token of the choice
@@ -107,7 +107,7 @@ class ChoiceText:
     finish_reason: str | None = None
     prompt: tuple[TokenLogprobs, ...] | None = None
 
-    def add(self, step: Step) -> None:
+    def add(self, step: AnswerStep) -> None:
         """One step more."""
         self.write("reasoning", step.delta.reasoning)
         self.write("message", step.delta.content)
@@ -154,7 +154,7 @@ class AnswerWriter(Protocol):
 
     by_token: bool
 
-    def step(self, step: Step, usage: Callable[[], Usage]) -> bytes:
+    def step(self, step: AnswerStep, usage: Callable[[], Usage]) -> bytes:
         """The events of a step; empty where it shows nothing. ``usage``: counts the tokens so far."""
 
     def end(self, usage: Usage, metrics: Mapping[str, object]) -> bytes:
@@ -231,7 +231,7 @@ class ChoiceRenderer:
         self._prompt: tuple[TokenLogprobs, ...] | None = None
         self.called = self.ended = False
 
-    def push(self, output: RequestOutput) -> Iterator[tuple[Step, bool]]:
+    def push(self, output: RequestOutput) -> Iterator[tuple[AnswerStep, bool]]:
         """Return the steps of a round, and whether each is new to the client.
 
         Raises:
@@ -271,12 +271,14 @@ class ChoiceRenderer:
             self.reasoning_tokens = self.tokens
         return delta
 
-    def _step(self, delta: Delta, pieces: Sequence[TokenPiece], *, first: bool, reason: str | None = None) -> Step:
+    def _step(
+        self, delta: Delta, pieces: Sequence[TokenPiece], *, first: bool, reason: str | None = None
+    ) -> AnswerStep:
         self.called = self.called or bool(delta.tool_calls)
         finish = None if reason is None else "length" if reason == "length" else "stop"
         if finish == "stop" and self.called:
             finish = "tool_calls"
-        return Step(self._index, delta, tuple(pieces), first, finish, self._prompt if first else None)
+        return AnswerStep(self._index, delta, tuple(pieces), first, finish, self._prompt if first else None)
 
 
 def _piece(output: RequestOutput, place: int, text: str) -> TokenPiece:

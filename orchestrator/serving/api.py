@@ -25,6 +25,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from paceline.core.errors import PacelineError
 from paceline.serving.answer import DONE, event
+from paceline.serving.errors import RefusedError, model_not_found, refusal
 from paceline.serving.lifecycle import Lifecycle, ModelState
 from paceline.serving.middleware import (
     CLIENT_CLOSED,
@@ -45,7 +46,6 @@ from paceline.serving.openai.requests import (
     TokenizeRequest,
 )
 from paceline.serving.page import add_docs, add_page
-from paceline.serving.refused import RefusedError, model_not_found, refusal
 from paceline.serving.router import (
     Failed,
     GenerationRequest,

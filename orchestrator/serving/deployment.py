@@ -39,8 +39,8 @@ from paceline.placement.planning.groups import ReplicaGroupPlan
 from paceline.placement.planning.plan import Plan
 from paceline.placement.planning.residency import Residency
 from paceline.serving.answer import read_outputs
+from paceline.serving.errors import QUEUE_FULL, RefusedError
 from paceline.serving.ray_guard import running_address
-from paceline.serving.refused import QUEUE_FULL, RefusedError
 from paceline.serving.replica import model_deployment
 from paceline.serving.router import Failed, Item, RequestContext, StreamChunk, TokenRequest
 from paceline.serving.serve_router import ServeRouter, handle_to

@@ -16,7 +16,7 @@ from typing import Literal, Protocol
 
 from paceline.core.errors import PacelineError, RoomError
 from paceline.placement.planning.residency import Residency
-from paceline.serving.refused import UNAVAILABLE, RefusedError, model_not_found
+from paceline.serving.errors import UNAVAILABLE, RefusedError, model_not_found
 
 State = Literal["loaded", "loading", "unloading", "unloaded", "scaled"]
 """Model state. ``scaled``: Ray Serve loads and unloads it, by its load."""

@@ -22,8 +22,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from paceline.serving.errors import QUEUE_FULL, RefusedError
 from paceline.serving.page import PATHS
-from paceline.serving.refused import QUEUE_FULL, RefusedError
 
 LOGGER = "paceline"
 log = logging.getLogger(f"{LOGGER}.access")

@@ -27,6 +27,7 @@ from paceline.serving.answer import (
     TokenAnswer,
     acceptance_metrics,
 )
+from paceline.serving.errors import TOO_LONG, RefusedError, model_not_found, refusal
 from paceline.serving.openai.fields import FURTHER
 from paceline.serving.openai.requests import (
     ChatRequest,
@@ -49,7 +50,6 @@ from paceline.serving.parsers import (
     ReasoningRow,
     reasoning_of,
 )
-from paceline.serving.refused import TOO_LONG, RefusedError, model_not_found, refusal
 from paceline.serving.router import (
     Failed,
     GenerationRequest,

@@ -28,11 +28,11 @@ from paceline.placement.cluster.nodes import RESOURCE, host_names
 from paceline.placement.cluster.roles import maker
 from paceline.placement.host import environment
 from paceline.placement.planning.groups import ReplicaGroupPlan
+from paceline.serving.errors import UNAVAILABLE, RefusedError
 from paceline.serving.lifecycle import ModelUsage
 from paceline.serving.metrics import MetricSet, RequestTimes
 from paceline.serving.openai.requests import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from paceline.serving.ray_guard import SERVE_LOGGING, Readers, watch_cluster, write_with_serve
-from paceline.serving.refused import UNAVAILABLE, RefusedError
 from paceline.serving.router import (
     Failed,
     GenerationRequest,

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
+from paceline.serving.errors import RefusedError
 from paceline.serving.openai.requests import (
     ChatRequest,
     CompletionRequest,
@@ -23,7 +24,6 @@ from paceline.serving.openai.requests import (
     TokenizeRequest,
     TokenizeResponse,
 )
-from paceline.serving.refused import RefusedError
 from paceline.serving.settings import ApiSettings, SpecMetrics
 
 if TYPE_CHECKING:

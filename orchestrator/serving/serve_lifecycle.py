@@ -31,13 +31,13 @@ from paceline.placement.cluster.fault_policy import FaultPolicy
 from paceline.placement.cluster.nodes import NAMESPACE, RESOURCE
 from paceline.placement.host import environment
 from paceline.placement.planning.core_range import CoreRange
-from paceline.placement.planning.groups import ReplicaGroupPlan, Resident, to_unload
+from paceline.placement.planning.groups import LoadedModel, ReplicaGroupPlan, to_unload
 from paceline.placement.planning.instances import Instance
 from paceline.serving import ray_guard
+from paceline.serving.errors import UNAVAILABLE, RefusedError
 from paceline.serving.lifecycle import Decisions, ModelLifecycle, ModelState, ModelUsage
 from paceline.serving.middleware import KeyCounts
 from paceline.serving.ray_guard import DeploymentState
-from paceline.serving.refused import UNAVAILABLE, RefusedError
 from paceline.serving.replica import model_deployment
 from paceline.serving.router import ModelCard
 from paceline.serving.serve_router import ServeRouter, deployment_name, handle_to
@@ -281,7 +281,7 @@ class ServeLoader:
 
     async def to_unload(self, name: str, movable: Sequence[str]) -> Sequence[str]:
         """Return which models to unload. All other users of cores stay."""
-        residents = [Resident(other, _cores(await self._router.cards(other)), movable=True) for other in movable]
+        residents = [LoadedModel(other, _cores(await self._router.cards(other)), movable=True) for other in movable]
         return await asyncio.to_thread(_room, self._groups[name], [one for one in residents if one.cores])
 
     async def remember(self, kept: Decisions) -> None:
@@ -338,12 +338,12 @@ class ServeLoader:
         return {name: running[key] for name, key in keys.items() if key in running}
 
 
-def _room(group: ReplicaGroupPlan, movable: Sequence[Resident]) -> Sequence[str]:
+def _room(group: ReplicaGroupPlan, movable: Sequence[LoadedModel]) -> Sequence[str]:
     stay: dict[str, list[CoreRange]] = {}
     for node, taken in call_allocator("taken", timeout=_ALLOCATOR_ANSWER_S).items():
         leave = [run for one in movable for run in one.cores.get(node, ())]
         stay[node] = [run for run in taken.values() if run not in leave]
-    return to_unload(group, [*movable, Resident("others", stay)], _nodes(group.plan.instance))
+    return to_unload(group, [*movable, LoadedModel("others", stay)], _nodes(group.plan.instance))
 
 
 def _cores(cards: Sequence[ModelCard]) -> dict[str, list[CoreRange]]:

@@ -20,11 +20,11 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
 
 from paceline.core.errors import PacelineError
+from paceline.serving.errors import QUEUE_FULL, UNAVAILABLE, RefusedError, model_not_found
 from paceline.serving.lifecycle import Lifecycle, ModelState
 from paceline.serving.metrics import merged
 from paceline.serving.openai.requests import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from paceline.serving.ray_guard import handle_of
-from paceline.serving.refused import QUEUE_FULL, UNAVAILABLE, RefusedError, model_not_found
 from paceline.serving.router import (
     Failed,
     GenerationRequest,

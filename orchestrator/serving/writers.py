@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 
-from paceline.serving.answer import DONE, ChoiceText, OutputItem, PartKind, Step, TokenPiece, Usage, event
+from paceline.serving.answer import DONE, AnswerStep, ChoiceText, OutputItem, PartKind, TokenPiece, Usage, event
 from paceline.serving.openai.requests import ChatRequest, CompletionRequest, NamedFunction, ResponsesRequest
 from paceline.serving.parsers import ToolCallDelta
 from paceline.serving.router import RequestContext
@@ -70,7 +70,7 @@ class _ChoicesWriter:
             "model": request.model,
         }
 
-    def step(self, step: Step, usage: Callable[[], Usage]) -> bytes:
+    def step(self, step: AnswerStep, usage: Callable[[], Usage]) -> bytes:
         choice, request = self._choice(step.choice, step, self._delta(step)), self._request
         shown = request.return_token_ids or request.return_token_origins
         if not (shown or any(choice[name] for name in choice if name != "index")):
@@ -89,7 +89,7 @@ class _ChoicesWriter:
         rendered = [self._choice(index, one, self._whole(index, one)) for index, one in enumerate(choices)]
         return {**self._head, "choices": rendered, "usage": usage.to_dict(), **metrics}
 
-    def _choice(self, index: int, part: Step | ChoiceText, content: Mapping[str, object]) -> dict[str, object]:
+    def _choice(self, index: int, part: AnswerStep | ChoiceText, content: Mapping[str, object]) -> dict[str, object]:
         """Return a choice, with vLLM's ``token_ids`` and Paceline's origins if they are requested."""
         logprobs = self._logprobs(index, part)
         choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": part.finish_reason}
@@ -105,7 +105,7 @@ class _ChoicesWriter:
             origin["drafted"] = [token_text(self._bytes_of(token)) for token in piece.replaced]
         return origin
 
-    def _delta(self, step: Step) -> Mapping[str, object]:
+    def _delta(self, step: AnswerStep) -> Mapping[str, object]:
         """Return the content of a streamed choice."""
         raise NotImplementedError
 
@@ -113,7 +113,7 @@ class _ChoicesWriter:
         """Return the content of a whole choice."""
         raise NotImplementedError
 
-    def _logprobs(self, index: int, part: Step | ChoiceText) -> dict[str, object] | None:
+    def _logprobs(self, index: int, part: AnswerStep | ChoiceText) -> dict[str, object] | None:
         raise NotImplementedError
 
 
@@ -131,14 +131,14 @@ class CompletionWriter(_ChoicesWriter):
         super().__init__(request, context, bytes_of)
         self._prompts, self._offsets = prompts, dict[int, int]()
 
-    def _delta(self, step: Step) -> Mapping[str, object]:
+    def _delta(self, step: AnswerStep) -> Mapping[str, object]:
         begun = self._prompts[step.choice][0] if step.first and self._prompts else ""
         return {"text": begun + step.delta.content}
 
     def _whole(self, index: int, choice: ChoiceText) -> Mapping[str, object]:
         return {"text": (self._prompts[index][0] if self._prompts else "") + choice.content}
 
-    def _logprobs(self, index: int, part: Step | ChoiceText) -> dict[str, object] | None:
+    def _logprobs(self, index: int, part: AnswerStep | ChoiceText) -> dict[str, object] | None:
         count = self._num_top
         if count is None or not (part.pieces or part.prompt is not None):
             return None
@@ -178,7 +178,7 @@ class ChatWriter(_ChoicesWriter):
 
     _id, _object, _streamed = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def _delta(self, step: Step) -> Mapping[str, object]:
+    def _delta(self, step: AnswerStep) -> Mapping[str, object]:
         delta: dict[str, object] = {"role": "assistant", "content": ""} if step.first else {}
         if step.delta.content:
             delta["content"] = step.delta.content
@@ -207,7 +207,7 @@ class ChatWriter(_ChoicesWriter):
         id_ = f"call_{self._context.id}_{choice}_{call.index}"
         return {"id": id_, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
-    def _logprobs(self, index: int, part: Step | ChoiceText) -> dict[str, object] | None:
+    def _logprobs(self, index: int, part: AnswerStep | ChoiceText) -> dict[str, object] | None:
         if self._num_top is None or not part.pieces:
             return None
         content = [
@@ -244,7 +244,7 @@ class ResponsesWriter:
 
     # ---- streamed
 
-    def step(self, step: Step, usage: Callable[[], Usage]) -> bytes:
+    def step(self, step: AnswerStep, usage: Callable[[], Usage]) -> bytes:
         events = b""
         if step.first:
             events = b"".join(self._event(name, response=self._response("in_progress")) for name in _BEGINNING)

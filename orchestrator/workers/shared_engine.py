@@ -30,7 +30,7 @@ from paceline.outputs import RequestOutput, Statistics
 from paceline.workers.calls import Call, CallState, CallUpdate, RequestTiming, Sink
 
 if TYPE_CHECKING:
-    from paceline.eagle.learning import Progress
+    from paceline.eagle.learning import LearningProgress
 
 log = logging.getLogger("paceline")
 
@@ -57,7 +57,7 @@ class EngineFigures:
     drafters: Mapping[str, DrafterCounts]
     misfit: str = ""
     heads: int = 0
-    learning: Progress | None = None
+    learning: LearningProgress | None = None
 
 
 class _Totals:
@@ -99,7 +99,7 @@ class SharedEngine:
         self._running: dict[int, CallState] = {}  # by the number of a request in a slot
         self._aborted: set[int] = set()  # requests in slots that the engine is to drop
         self._numbers = count()
-        self._totals, self._holding = _Totals(), Holding()
+        self._totals, self._holding = _Totals(), OutputCoalescer()
         self._timings = deque[RequestTiming](maxlen=_RECENT)
         self.heartbeat = 0
         self.failure: Exception | None = None
@@ -378,7 +378,7 @@ number, so that the total messages per second stay the same.
 """
 
 
-class Holding:
+class OutputCoalescer:
     """Updates held back to be sent with those of the next rounds: several rounds, one delivery to the event loop. One
     object per engine, used under its lock. ``clock``: seconds.
 

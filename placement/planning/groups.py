@@ -106,7 +106,7 @@ def _bare(target: ModelSpec, instance: Instance, reason: str) -> ReplicaGroupPla
 
 
 @dataclass(frozen=True, slots=True)
-class Resident:
+class LoadedModel:
     """Loaded model.
 
     cores    node -> its cores on that node
@@ -118,7 +118,9 @@ class Resident:
     movable: bool = False
 
 
-def to_unload(group: ReplicaGroupPlan, residents: Sequence[Resident], nodes: Mapping[str, Instance]) -> tuple[str, ...]:
+def to_unload(
+    group: ReplicaGroupPlan, residents: Sequence[LoadedModel], nodes: Mapping[str, Instance]
+) -> tuple[str, ...]:
     """Return the residents to unload for ``group``: the first ones of the list, and as few as possible.
 
     residents  in the order in which they may be unloaded, such as by last use
@@ -171,11 +173,11 @@ def fit_together(groups: Sequence[ReplicaGroupPlan], instance: Instance) -> tupl
         settled[last] = without_draft(settled[last], reason)
 
 
-def _without(residents: Sequence[Resident], names: Sequence[str]) -> list[Resident]:
+def _without(residents: Sequence[LoadedModel], names: Sequence[str]) -> list[LoadedModel]:
     return [resident for resident in residents if resident.name not in names]
 
 
-def _fits(group: ReplicaGroupPlan, staying: Sequence[Resident], nodes: Mapping[str, Instance]) -> bool:
+def _fits(group: ReplicaGroupPlan, staying: Sequence[LoadedModel], nodes: Mapping[str, Instance]) -> bool:
     taken = {node: [run for one in staying for run in one.cores.get(node, ())] for node in nodes}
     return _place(group, taken, nodes, copies=group.replicas)
 

@@ -172,7 +172,7 @@ class UnpooledDrafters:
         """Drop the drafter (`DrafterPool.release`)."""
 
 
-class Acceptor:
+class ConnectionListener:
     """Accepts and authenticates connections in threads; a slow one does not delay the others."""
 
     def __init__(self, listener: socket.socket, secret: bytes) -> None:
@@ -246,7 +246,7 @@ class Acceptor:
             channel.close()
 
 
-class Turns:
+class FairQueue:
     """Order in which the targets' messages are served."""
 
     def __init__(self) -> None:
@@ -304,9 +304,9 @@ class DraftServer:
 
     def __init__(self, listener: socket.socket, secret: bytes, pool: DrafterPool) -> None:
         self._pool = pool
-        self._acceptor = Acceptor(listener, secret)
+        self._acceptor = ConnectionListener(listener, secret)
         self._sessions: dict[int, _TargetSession] = {}  # by the number of its socket
-        self._turns = Turns()
+        self._turns = FairQueue()
         self._replied: _TargetSession | None = None  # had the last reply, and is not prepared for its next round
         self._stopped = False
         self._poll = select.poll()  # without the layers of `selectors`: every call is part of a round

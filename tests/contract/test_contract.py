@@ -21,7 +21,7 @@ from paceline.core.protocols import Drafter, TraceableDrafter
 from paceline.decoder.backends.base import Step
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.graph_key import GraphKey
-from paceline.decoder.read_prompts import ReadPrompts
+from paceline.decoder.prefix_cache import PrefixCache
 from paceline.draft.choice import FallbackDrafter
 from paceline.draft.ngram import NgramDrafter
 from paceline.generator import Sampler
@@ -139,7 +139,7 @@ def test_several_outputs_of_a_prompt_prefill_it_once(make: Make, monkeypatch: py
     monkeypatch.setattr(CompiledDecoder, "graph", counted)
     found = texts(run(generator, PROMPTS[:1], asked))
     assert reads and len(reads) == len(set(map(id, reads))), "once by every model"
-    monkeypatch.setattr(ReadPrompts, "find", lambda *_: None)
+    monkeypatch.setattr(PrefixCache, "find", lambda *_: None)
     reads.clear()
     assert found == texts(run(target, PROMPTS[:1], asked)) and len(set(map(str, found))) == 3
     assert len(reads) == 3

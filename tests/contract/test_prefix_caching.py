@@ -13,7 +13,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from paceline import AutoDecoder, GenerationResult, SpeculativeGenerator
-from paceline.decoder.read_prompts import ReadPrompt, ReadPrompts
+from paceline.decoder.prefix_cache import CachedPrompt, PrefixCache
 from paceline.decoder.steps import prefill
 from paceline.generator import Sampler
 from tests.contract.drafters import ROWS, Home
@@ -78,7 +78,7 @@ def test_cached_rows_are_bitwise_identical_to_prefilled_rows(workshop: Workshop)
         texts(generator, [_IDS[:37]], {})
         texts(generator, [_IDS], {})
         assert generator.statistics.prefix_cache_hits
-        (slot,) = [slot for slot in range(4) if target.read_prompts.rows(slot) == len(_IDS)]
+        (slot,) = [slot for slot in range(4) if target.prefix_cache.rows(slot) == len(_IDS)]
         found = [one[slot, :, : len(_IDS)].clone() for pair in target.body.caches for one in pair]
         prefill(target, slot ^ 1, _IDS)
         wanted = [one[slot ^ 1, :, : len(_IDS)] for pair in target.body.caches for one in pair]
@@ -99,11 +99,11 @@ def test_a_tensor_parallel_model_copies_prefixes_on_every_rank(workshop: Worksho
 
 
 def test_the_slot_with_the_longest_prefix_is_reused_unless_too_much_is_overwritten() -> None:
-    kept = ReadPrompts()
+    kept = PrefixCache()
     me = object()
     kept.begin(last=me, holder=None)
     for slot, prompt in enumerate([(1, 2, 3, 4), (5, 6), (1, 2, 9, 9, 9, 9)]):
-        kept.add(slot, ReadPrompt(prompt, None, torch.zeros(1), None))
+        kept.add(slot, CachedPrompt(prompt, None, torch.zeros(1), None))
     assert kept.choose([1, 2, 3, 4, 8], [0, 1, 2, 3]) == 0, "it goes on from there"
     assert kept.choose([1, 2, 3, 8], [0, 1, 2, 3]) == 3, "an empty slot, to which it is copied"
     assert kept.choose([1, 2, 3, 8], [0, 1, 2]) == 0, "most of that is used"

@@ -12,7 +12,7 @@ from paceline import SpeculativeGenerator
 from paceline.decoder import steps
 from paceline.decoder.kernels.torch_kernels import TorchKernels
 from paceline.decoder.options import LoadOptions, decoder_options
-from paceline.decoder.read_prompts import ReadPrompt
+from paceline.decoder.prefix_cache import CachedPrompt
 from paceline.draft.base import TextDrafter
 from tests.decoder import batched
 from tests.decoder.tiny import Workshop, fresh
@@ -55,10 +55,10 @@ def test_requests_stay_where_a_drafter_cannot_move_them(workshop: Workshop, monk
 def test_a_prompt_that_moved_is_still_shared(workshop: Workshop) -> None:
     """And what lay in the slot that it came from is not taken for a prompt."""
     target = fresh(workshop.checkpoint(), backend="eager", batch_size=4)
-    prompt, known = tuple(batched.PROMPTS[3]), target.read_prompts
+    prompt, known = tuple(batched.PROMPTS[3]), target.prefix_cache
     with target.held_by(object()):
         wanted, _ = steps.prefill(target, 3, prompt)
-        known.add(3, ReadPrompt(prompt, None, wanted, None))
+        known.add(3, CachedPrompt(prompt, None, wanted, None))
         steps.move_slot(target, 3, 1, rows=len(prompt))
         found = known.find(prompt, None)
         assert found is not None and found.slot == 1

@@ -12,7 +12,7 @@ from paceline import SpeculativeGenerator
 from paceline.core.errors import CheckpointError, ConfigurationError, StorageError
 from paceline.eagle import checkpoint, learning
 from paceline.eagle.drafter import EagleDrafter
-from paceline.eagle.learning import Learning, Text, current_head
+from paceline.eagle.learning import FinishedText, Learning, current_head
 from paceline.eagle.tree import Chain
 from paceline.heads.frozen_model import FrozenTarget
 from tests.decoder.tiny import VOCABULARY, Workshop
@@ -29,11 +29,11 @@ def save(folder: Path, workshop: Workshop, *, seed: int = 1, **changes: object) 
     return folder
 
 
-def answers(workshop: Workshop, count: int, seed: int = 0) -> list[Text]:
+def answers(workshop: Workshop, count: int, seed: int = 0) -> list[FinishedText]:
     """Texts that the tiny target wrote greedily."""
     prompts = torch.randint(3, VOCABULARY, (count, 3), generator=torch.Generator().manual_seed(seed)).tolist()
     texts = workshop.decoder(slots=4).sample(prompts, max_new_tokens=16)
-    return [Text(3, [int(token) for token in row]) for row in texts]
+    return [FinishedText(3, [int(token) for token in row]) for row in texts]
 
 
 @pytest.mark.parametrize("backend", ["native", "eager"])
@@ -131,7 +131,7 @@ def test_a_live_head_that_is_worse_than_the_shipped_one_goes(workshop: Workshop,
 
 def test_answers_that_are_too_short_are_left_out(workshop: Workshop, tmp_path: Path) -> None:
     found = Learning(workshop.checkpoint(), save(tmp_path / "shipped", workshop), tmp_path, depth=2)
-    found.add(Text(3, [1, 2, 3, 4, 5]))
+    found.add(FinishedText(3, [1, 2, 3, 4, 5]))
     assert found.idle and found.progress().texts == 0
 
 

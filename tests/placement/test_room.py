@@ -10,7 +10,7 @@ import pytest
 from paceline.core.errors import PlanError, RoomError
 from paceline.placement import INSTANCES
 from paceline.placement.planning.core_range import CoreRange
-from paceline.placement.planning.groups import ReplicaGroupPlan, Resident, fit_together, plan_groups, to_unload
+from paceline.placement.planning.groups import LoadedModel, ReplicaGroupPlan, fit_together, plan_groups, to_unload
 from paceline.placement.planning.instances import Instance
 from paceline.placement.planning.model_specs import models_of
 from tests.decoder.tiny import Workshop
@@ -69,9 +69,9 @@ def test_models_loaded_together_must_fit_together(home: Path) -> None:
 def test_as_few_models_as_possible_are_evicted(home: Path) -> None:
     large = INSTANCES["inf2.48xlarge"]
     (wanted,) = groups(home, {"name": "w", "tp_degree": 2}, on=large)
-    taken = Resident("pinned", {"n": [CoreRange(4, 23)]})
+    taken = LoadedModel("pinned", {"n": [CoreRange(4, 23)]})
     a, b, c = (
-        Resident(name, {"n": [cores]}, movable=True)
+        LoadedModel(name, {"n": [cores]}, movable=True)
         for name, cores in (("a", CoreRange(0, 0)), ("b", CoreRange(1, 1)), ("c", CoreRange(2, 3)))
     )
     assert to_unload(wanted, [taken], {"n": large}) == ()

@@ -17,8 +17,8 @@ from paceline.outputs import RequestOutput
 from paceline.placement import INSTANCES, plan
 from paceline.serving.answer import read_outputs
 from paceline.serving.deployment import Stream, groups_of
+from paceline.serving.errors import RefusedError
 from paceline.serving.model_server import ModelServer, NoTokenizer
-from paceline.serving.refused import RefusedError
 from paceline.serving.router import Failed, Item, RequestContext, StreamChunk, StreamStart, TokenRequest
 from paceline.workers.shared_engine import SharedEngine
 from tests.placement.wishes import model

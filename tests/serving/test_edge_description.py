@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, settings
 
 from paceline.core.errors import ConfigurationError
 from paceline.serving.api import create_app
+from paceline.serving.errors import RefusedError
 from paceline.serving.lifecycle import ModelLifecycle
 from paceline.serving.model_server import LocalRouter, sampling_params
 from paceline.serving.openai.fields import read_body
@@ -26,7 +27,6 @@ from paceline.serving.openai.requests import (
     ResponsesRequest,
     TokenizeRequest,
 )
-from paceline.serving.refused import RefusedError
 from paceline.serving.settings import ApiSettings
 from tests.decoder.tiny import Workshop
 from tests.serving.edge import chat_tokenizer, running, scripted

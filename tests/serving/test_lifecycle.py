@@ -24,7 +24,7 @@ from paceline.cli.main import app as command_line
 from paceline.core.errors import WorkerError
 from paceline.engine.request import TargetLimits
 from paceline.placement import INSTANCES
-from paceline.placement.planning.groups import ReplicaGroupPlan, Resident, plan_groups, to_unload
+from paceline.placement.planning.groups import LoadedModel, ReplicaGroupPlan, plan_groups, to_unload
 from paceline.placement.planning.model_specs import models_of
 from paceline.placement.planning.planner import plan
 from paceline.serving import replica, serve_router
@@ -47,7 +47,7 @@ class PlannedLoader:
         self.groups = {group.name: group for group in groups}
         self.replicas: dict[str, BareReplica] = {}
         self.engines: dict[str, ScriptedEngine] = {}
-        self.residents: dict[str, Resident] = {}
+        self.residents: dict[str, LoadedModel] = {}
         self.broken: set[str] = set()
         self.gate, self.loads = threading.Event(), list[str]()
         self.kept, self.keeps = Decisions(), True
@@ -91,7 +91,7 @@ class PlannedLoader:
     def _make(self, name: str) -> None:
         taken = [run for one in self.residents.values() for run in one.cores["here"]]
         placed = plan([item.model for item in self.groups[name].plan.placements], MACHINE, taken=taken)
-        self.residents[name] = Resident(name, {"here": [item.cores for item in placed.placements]})
+        self.residents[name] = LoadedModel(name, {"here": [item.cores for item in placed.placements]})
         tokenizer = chat_tokenizer()
         engine = self.engines[name] = ScriptedEngine(tokenizer, lambda _: f"I am {name}")
         limits = TargetLimits(len(tokenizer), POSITIONS, (0,))

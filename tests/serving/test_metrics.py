@@ -5,10 +5,10 @@ from __future__ import annotations
 from prometheus_client.parser import text_string_to_metric_families
 
 from paceline.core.drafter_statistics import DrafterCounts, DrafterHealth
-from paceline.eagle.learning import Progress
+from paceline.eagle.learning import LearningProgress
 from paceline.outputs import Statistics
+from paceline.serving.errors import RefusedError
 from paceline.serving.metrics import METRICS, MetricSet, RequestTimes, merged
-from paceline.serving.refused import RefusedError
 from paceline.serving.router import Failed, Item, StreamChunk, StreamStart
 from paceline.workers.calls import RequestTiming
 from paceline.workers.shared_engine import EngineFigures
@@ -21,7 +21,7 @@ ENGINE = Statistics(
 FIGURES = EngineFigures(
     running=2, waiting=3, engine=ENGINE, draft_lengths={0: 1, 3: 9},
     drafters={"ngram": DrafterCounts(6, 18, 9, 20, 0.25), "model": DrafterCounts(4, 12, 5, 9, 0.5)},
-    heads=2, learning=Progress(60, 4000, {"shipped": 2.0, "live": 2.5, "learner": 2.4}),
+    heads=2, learning=LearningProgress(60, 4000, {"shipped": 2.0, "live": 2.5, "learner": 2.4}),
 )  # fmt: skip
 
 

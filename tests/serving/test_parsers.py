@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from paceline.serving.answer import ChoiceText, Step
+from paceline.serving.answer import AnswerStep, ChoiceText
 from paceline.serving.parsers import (
     REASONING,
     Delta,
@@ -92,7 +92,7 @@ def read(parser: Parser, pieces: list[str]) -> ChoiceText:
     found = ChoiceText()
     for delta in [*(parser.push(piece) for piece in pieces), parser.flush()]:
         assert isinstance(delta, Delta)
-        found.add(Step(0, delta, ()))
+        found.add(AnswerStep(0, delta, ()))
     return found
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from paceline.serving.errors import RefusedError
 from paceline.serving.model_server import ChatFormat, chat_prompts
 from paceline.serving.openai.fields import read_body
 from paceline.serving.openai.requests import ChatRequest, ResponsesRequest
-from paceline.serving.refused import RefusedError
 from paceline.text.chat import chat_ids, roles_in_parts
 from tests.serving.edge import TEMPLATE, chat_tokenizer
 

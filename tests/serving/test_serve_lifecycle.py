@@ -20,9 +20,9 @@ from paceline.placement.cluster.fault_policy import FaultPolicy
 from paceline.placement.planning.groups import plan_groups
 from paceline.placement.planning.model_specs import models_of
 from paceline.serving import ray_guard, serve_lifecycle
+from paceline.serving.errors import RefusedError, refusal
 from paceline.serving.lifecycle import ModelState, ModelUsage
 from paceline.serving.middleware import KeyCounts
-from paceline.serving.refused import RefusedError, refusal
 from paceline.serving.serve_lifecycle import LifecycleActor, ServeLifecycle, ServeLoader, Service
 from paceline.serving.serve_router import ServeRouter
 from tests.decoder.tiny import Workshop

@@ -15,8 +15,8 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
 from paceline.core.errors import WorkerError
 from paceline.serving import serve_router
+from paceline.serving.errors import RefusedError
 from paceline.serving.openai.requests import CompletionRequest, TokenizeRequest
-from paceline.serving.refused import RefusedError
 from paceline.serving.router import Failed, Item, ModelCard, RequestContext, StreamChunk, StreamStart
 from paceline.serving.serve_router import ServeRouter
 

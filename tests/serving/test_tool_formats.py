@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from paceline.serving.errors import RefusedError
 from paceline.serving.model_server import ChatFormat, _chat_text
 from paceline.serving.openai.requests import ChatRequest
-from paceline.serving.refused import RefusedError
 from paceline.serving.tool_formats import TOOL_FORMATS
 from tests.serving.edge import chat_tokenizer
 from tests.serving.test_parsers import SCHEMAS, Calls, cuts, read

@@ -257,7 +257,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=float, default=0.0, help="share of rows in which a piece of text comes twice")
     parser.add_argument("--draft-from", type=float, default=0.0, help="progress from which the draft learns")
     parser.add_argument("--save-seconds", type=float, default=180)
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
+    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint")
     train(parser.parse_args())
 
 

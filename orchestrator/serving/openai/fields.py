@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hin
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 
 from paceline.engine.request import SamplingParams
-from paceline.serving.refused import RefusedError
+from paceline.serving.errors import RefusedError
 from paceline.serving.settings import SpecMetrics
 
 ModelT = TypeVar("ModelT", bound=BaseModel)

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
+from paceline.serving.errors import RefusedError
 from paceline.serving.openai.fields import (
     MAX_LOGPROBS,
     GenerationFields,
@@ -23,7 +24,6 @@ from paceline.serving.openai.fields import (
     refuse_media,
     validated,
 )
-from paceline.serving.refused import RefusedError
 
 DEFAULT_TOKENS = 16  # OpenAI's default of max_tokens for completions; chat has none
 MAX_PROMPTS = 2048

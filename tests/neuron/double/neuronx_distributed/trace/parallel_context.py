@@ -17,7 +17,7 @@ class NxDParallelState:
         lnc_size=None,
     ) -> None:
         if (pipeline_model_parallel_size, context_parallel_size, expert_model_parallel_size) != (1, 1, 1):
-            raise NotImplementedError("the stand-in divides tensors only")
+            raise NotImplementedError("the fake divides tensors only")
         if world_size % tensor_model_parallel_size:
             raise RuntimeError("`world_size` is not divisible by tensor_model_parallel_size")
         self.degree = tensor_model_parallel_size

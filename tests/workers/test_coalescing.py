@@ -11,7 +11,7 @@ import pytest
 from paceline.engine.request import Request, SamplingParams
 from paceline.outputs import RequestOutput
 from paceline.workers.calls import Call, CallState, CallUpdate
-from paceline.workers.shared_engine import CROWD, AsyncEngine, Holding
+from paceline.workers.shared_engine import CROWD, AsyncEngine, OutputCoalescer
 from tests.fakes import TableDecoder
 from tests.workers.heard import updates_of
 from tests.workers.test_async_engine import call, made_for, run, text, until, wanted
@@ -32,7 +32,7 @@ class Line:
 
     def __init__(self, intervals: Sequence[float]) -> None:
         self.clock = Clock()
-        self._holding = Holding(self.clock)
+        self._holding = OutputCoalescer(self.clock)
         self.heard: dict[str, list[tuple[float, list[int]]]] = {}
         self.wakes = 0
         self._count = 0

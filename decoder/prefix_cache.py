@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class ReadPrompt:
+class CachedPrompt:
     """Result of a prefill.
 
     prompt    its ids
@@ -35,11 +35,11 @@ class SharedPrefix:
     """A shared prefix in a slot. ``read``: the prompt in the slot; ``rows``: the number of equal ids."""
 
     slot: int
-    read: ReadPrompt
+    read: CachedPrompt
     rows: int
 
 
-class ReadPrompts:
+class PrefixCache:
     """The prompts in the slots of one cache; a `paceline.engine.engine.KeptPrompts`.
 
     step   prefixes are shared in multiples of this number of rows: the longest chunk if the bits of a row depend on its
@@ -50,7 +50,7 @@ class ReadPrompts:
 
     def __init__(self, step: int = 1) -> None:
         self.step, self.keeps = step, False
-        self._by_slot: dict[int, ReadPrompt] = {}  # least recently used first
+        self._by_slot: dict[int, CachedPrompt] = {}  # least recently used first
         self._shared: dict[int, int] = {}  # rows that the last prompt of a slot copied
 
     def find(self, prompt: tuple[int, ...], layers: tuple[int, ...] | None) -> SharedPrefix | None:
@@ -78,7 +78,7 @@ class ReadPrompts:
         if held is not None and (prefix is None or prefix.slot != slot or rows < length):
             self.forget(slot)
 
-    def add(self, slot: int, read: ReadPrompt) -> None:
+    def add(self, slot: int, read: CachedPrompt) -> None:
         """Record that a slot holds a whole prompt."""
         if read.features is not None and not self.keeps:
             self._by_slot = {other: one for other, one in self._by_slot.items() if one.features is None}
@@ -139,7 +139,7 @@ class ReadPrompts:
         """Return the number of prompt tokens that the request in a slot copied."""
         return self._shared.get(slot, 0)
 
-    def _common(self, read: ReadPrompt, prompt: tuple[int, ...]) -> int:
+    def _common(self, read: CachedPrompt, prompt: tuple[int, ...]) -> int:
         """Return the number of rows that the two share, excluding the last id of ``prompt``: the token after it must be
         computed.
         """
