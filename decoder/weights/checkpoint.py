@@ -366,7 +366,7 @@ def _read(
     dtype: torch.dtype,
     blocks: bool,
 ) -> Stored:
-    """A tensor, or a rank's part: one that has a format here, in that one; another as it is stored."""
+    """Read a tensor, or a rank's part, in its format; as it is stored, if it has none in ``formats``."""
     if stored.name in formats:
         form = formats[stored.name]
         return _read_matrix(stored, form, part, made=_kept(stored, form, blocks=True))
