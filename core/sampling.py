@@ -123,12 +123,16 @@ def sampling_tensors(requests: Sequence[Sampling]) -> SamplingTensors:
 
     params: Tensor = torch.tensor([param_row(r) for r in requests], dtype=torch.float32)
     seeds: Tensor = torch.tensor([seed_row(r.seed) for r in requests], dtype=torch.int32)
-    return SamplingTensors(params, seeds, widest(map(kind_of, requests)))
+    return SamplingTensors(params, seeds, widest(kind_of(one.temperature, one.top_k) for one in requests))
 
 
-def kind_of(sampling: Sampling) -> SamplingKind:
-    """Return the sampling mode of one request: the narrowest that gives its tokens."""
-    return _kind(sampling.temperature, sampling.top_k)
+def kind_of(temperature: float, top_k: float) -> SamplingKind:
+    """Return the sampling mode of a request with these values: the narrowest that gives its tokens."""
+    if temperature <= 0:
+        return "greedy"
+    if top_k == 0 or top_k >= _MAX_EXACT_FLOAT:  # no vocabulary is that large, so nothing is cut
+        return "full"
+    return "top-k" if top_k <= TOP_K_LIMIT else "wide"
 
 
 def widest(kinds: Iterable[SamplingKind]) -> SamplingKind:
@@ -154,15 +158,7 @@ def kind_of_params(params: Tensor) -> SamplingKind:
     """Return the sampling mode of a batch from its ``params`` [B, 4] only, for tensors that came from another
     process.
     """
-    return widest(_kind(temperature, top_k) for temperature, top_k, *_ in params.tolist())
-
-
-def _kind(temperature: float, top_k: float) -> SamplingKind:
-    if temperature <= 0:
-        return "greedy"
-    if top_k == 0 or top_k >= _MAX_EXACT_FLOAT:  # no vocabulary is that large, so nothing is cut
-        return "full"
-    return "top-k" if top_k <= TOP_K_LIMIT else "wide"
+    return widest(kind_of(temperature, top_k) for temperature, top_k, *_ in params.tolist())
 
 
 def _mix(x: int) -> int:

@@ -392,14 +392,19 @@ def _parse(config: Fields, generation: Fields, *, warn: bool = False) -> ModelCo
         local_rope=local if plan.local_rope else None,
         layer_sizes=family.layer_sizes(config),
     )
-    if made.rotated % 2 or made.rotated > made.head_dim:
-        raise UnknownArchitectureError(
-            f"{config.where}: expected an even number of rotated dimensions per head, at most head_dim = "
-            f"{made.head_dim}, got {made.rotated}; use another model"
-        )
+    _check_rotated(made, config.where)
     if plan.experts is not None:
         _check_experts(plan.experts, config.where)
     return made
+
+
+def _check_rotated(config: ModelConfig, where: str) -> None:
+    """Raise UnknownArchitectureError if a head cannot be rotated."""
+    if config.rotated % 2 or config.rotated > config.head_dim:
+        raise UnknownArchitectureError(
+            f"{where}: expected an even number of rotated dimensions per head, at most head_dim = {config.head_dim}, "
+            f"got {config.rotated}; use another model"
+        )
 
 
 def _check_experts(experts: Experts, where: str) -> None:

@@ -333,7 +333,8 @@ def load_weights(
     specs = expected | {copy: expected[name] for copy, name in originals.items()}
     _check_infos(places, specs, layout)
     left = _left_alone(specs, modules_to_not_convert, quantization)
-    matrices = _formats(place, specs, quantization) | _stored_formats(places, specs, quantization)
+    formats = _formats(place, specs, quantization) | _stored_formats(places, specs, quantization)
+    formats = {name: form for name, form in formats.items() if name not in left}
     loaded: dict[str, Stored] = {}
     copies: dict[str, Stored] = {}
     portion = max(_PORTION, sum(prod(spec.shape) for spec in specs.values()) // _PORTIONS)
@@ -342,13 +343,8 @@ def load_weights(
         with OpenFiles() as files:
             for name in names:
                 cut = None if shard is None else shard.slice_of(specs[name])
-                kept = torch.float32 if specs[name].exact else dtype
                 stored = _Stored(places[name], specs[name], name, files, layout, portion)
-                if name in matrices and name not in left:
-                    made = _kept(stored, matrices[name], blocks=True)
-                    tensor: Stored = _read_matrix(stored, matrices[name], cut, made=made)
-                else:
-                    tensor = _as_stored(stored, kept, cut, blocks=blocks)
+                tensor = _read(stored, formats, cut, dtype=dtype, blocks=blocks)
                 if name not in expected:
                     copies[name] = tensor
                     continue
@@ -360,6 +356,21 @@ def load_weights(
     if quantization is None:
         _widen_where_mixed(loaded, specs, dtype)
     return {name: loaded[name] for name in expected}
+
+
+def _read(
+    stored: _Stored,
+    formats: Mapping[str, WeightFormat | None],
+    part: TensorSlice | None,
+    *,
+    dtype: torch.dtype,
+    blocks: bool,
+) -> Stored:
+    """Read a tensor, or a rank's part, in its format; as it is stored, if it has none in ``formats``."""
+    if stored.name in formats:
+        form = formats[stored.name]
+        return _read_matrix(stored, form, part, made=_kept(stored, form, blocks=True))
+    return _as_stored(stored, torch.float32 if stored.spec.exact else dtype, part, blocks=blocks)
 
 
 def load_floats(

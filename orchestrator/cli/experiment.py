@@ -413,6 +413,16 @@ class HardwareOptions:
     quantization: TargetFormat = None
 
 
+def _check_source(measured: MeasuredOptions, hardware: HardwareOptions) -> None:
+    """Raise ConfigurationError unless times are either measured or those of a chip."""
+    if (measured.experiment is None) == (hardware.target is None):
+        got = "neither" if hardware.target is None else "both"
+        raise ConfigurationError(
+            "--experiment: expected --experiment for measured times, or --target and --draft for a Neuron chip, "
+            f"got {got}; give one of them"
+        )
+
+
 @command(app, "plan-speed")
 def plan_speed(
     measured: MeasuredOptions,
@@ -444,12 +454,7 @@ def plan_speed(
     """
     with console.refusals():
         sizes, asked = numbers(batch_sizes, "--batch-sizes", least=1), Asked(draft, acceptance, max_depth)
-        if (measured.experiment is None) == (hardware.target is None):
-            got = "neither" if hardware.target is None else "both"
-            raise ConfigurationError(
-                "--experiment: expected --experiment for measured times, or --target and --draft for a Neuron chip, "
-                f"got {got}; give one of them"
-            )
+        _check_source(measured, hardware)
         measured.check(sizes)
         checks: list[dict[str, Any]] = []
         if measured.experiment is None:

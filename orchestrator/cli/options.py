@@ -37,7 +37,6 @@ from paceline.decoder.options import ALIASES, LoadOptions
 from paceline.draft_checks import prepared
 from paceline.engine.request import SamplingParams
 from paceline.loadable import Loadable, loadable
-from paceline.placement.planning.instances import Instance, instance_named
 from paceline.text.stop_strings import StopStrings
 from paceline.text.structured_output import StructuredOutput
 
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     from paceline.auto import SamplingDecoder
     from paceline.decoder.decoder import CompiledDecoder
     from paceline.generator import SpeculativeGenerator
+    from paceline.placement.planning.instances import Instance
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")]
 BATCH_SIZE = "Number of requests decoded at the same time."
@@ -182,6 +182,8 @@ def neuron_instance(name: str | None) -> Instance:
     Raises:
         PlanError: there is no such type, or no chip.
     """
+    from paceline.placement.planning.instances import instance_named
+
     found = instance_named(name)
     if name is None and not found.sdk:
         raise PlanError("--instance: expected a type such as inf2.48xlarge where no Neuron chip is, got none; name one")

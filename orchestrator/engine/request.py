@@ -150,16 +150,10 @@ class Request:
             PromptError, ContextError, SamplingError: a request cannot be served.
         """
         rows = _prompts(input_ids, attention_mask, vocab_size=limits.vocab_size)
-        _check_entries(params, len(rows))
+        _check_lists_and_drafter(params, len(rows), limits.drafters)
         stop_strings = None if params.stop_strings is None else _stop_strings(params)
-        eos = params.eos_token_id
-        eos_ids = limits.eos_token_ids if eos is None else eos if isinstance(eos, Sequence) else (eos,)
-        if eos is not None:
-            remedy = "give ids of this model's tokenizer, or ignore_eos"
-            _check_ids("eos_token_id", map(int, eos_ids), limits, remedy=remedy)
-        end_ids = frozenset[int]() if params.ignore_eos else frozenset(map(int, eos_ids))
+        end_ids = _end_ids(params, limits)
         criteria = _criteria(params.stopping_criteria_list) if params.stopping_criteria_list else ()
-        _check_drafter(params.drafter, limits.drafters)
         changed = any(getattr(params, name) != unset for name, unset in _LOGITS_FIELDS.items())
         rules = _rules(params, limits, end_ids) if changed else None
         prediction = _prediction(params, limits) if params.prediction else ()
@@ -196,21 +190,25 @@ class Request:
         return requests
 
 
-def _check_entries(params: SamplingParams, count: int) -> None:
-    """Raise SamplingError for a list that has not one entry for each prompt."""
+def _check_lists_and_drafter(params: SamplingParams, count: int, drafters: Sequence[str]) -> None:
+    """Raise SamplingError for a list without one entry for each prompt, and for a drafter that is not among these."""
     for name in ("use_speculation", "seed"):
         value = getattr(params, name)
         if isinstance(value, (list, tuple)) and len(value) != count:
             raise SamplingError(f"{name}: expected {count} entries, got {len(value)}; give one per prompt")
+    if params.drafter is not None and params.drafter not in drafters:
+        names = ", ".join(map(repr, drafters))
+        there = f"one of {names}" if names else "none, since the draft is no choice of several"
+        raise SamplingError(f"drafter: expected {there}, got {params.drafter!r}; correct or omit it", param="drafter")
 
 
-def _check_drafter(name: str | None, drafters: Sequence[str]) -> None:
-    """Raise SamplingError for a drafter that is not among these."""
-    if name is None or name in drafters:
-        return
-    names = ", ".join(map(repr, drafters))
-    there = f"one of {names}" if names else "none, since the draft is no choice of several"
-    raise SamplingError(f"drafter: expected {there}, got {name!r}; correct or omit it", param="drafter")
+def _end_ids(params: SamplingParams, limits: TargetLimits) -> frozenset[int]:
+    """Return the ids that stop a sequence; raise SamplingError for one that the model has not."""
+    eos, ids = params.eos_token_id, limits.eos_token_ids
+    if eos is not None:
+        ids = tuple(map(int, eos if isinstance(eos, Sequence) else (eos,)))
+        _check_ids("eos_token_id", ids, limits, remedy="give ids of this model's tokenizer, or ignore_eos")
+    return frozenset() if params.ignore_eos else frozenset(ids)
 
 
 def _stop_strings(params: SamplingParams) -> StopStrings | None:

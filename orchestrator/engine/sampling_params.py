@@ -78,12 +78,12 @@ class _Kind:
 
     def accepts(self, value: object) -> bool:
         """Whether a value is of this kind. NumPy's numbers are numbers, and truth values are none."""
-        _check_kinds = _CHECKS[self.one]
+        fits = _CHECKS[self.one]
         if self.also is not None and isinstance(value, self.also):
             return True
         if self.listed and isinstance(value, (list, tuple)):
-            return all(map(_check_kinds, value))
-        return _check_kinds(value)
+            return all(map(fits, value))
+        return fits(value)
 
     def __str__(self) -> str:
         more = (f" or a list of {_PLURALS[self.one]}" if self.listed else "") + (" or None" if self.optional else "")
@@ -211,7 +211,17 @@ class SamplingParams:
     drafter: str | None = _param(None, _Kind("a string", optional=True))
 
     def __post_init__(self) -> None:
-        _check_kinds(self)
+        for name, kind in _kinds():
+            value = getattr(self, name)
+            if value is None and kind.optional:
+                continue
+            # Most values are plain, and a check against an abstract class takes a microsecond.
+            if type(value) is not _USUAL.get(kind.one) and not kind.accepts(value):
+                remedy = "put a single one into a list" if kind.one == "a list of callables" else "correct it"
+                raise SamplingError(f"{name}: expected {kind}, got {shown(value)}; {remedy}")
+            if kind.least is not None and not kind.least <= value <= kind.most:
+                within = f"of at least {kind.least}" if kind.most == math.inf else f"from {kind.least} to {kind.most}"
+                raise SamplingError(f"{name}: expected a number {within}, got {value}; correct it", param=name)
         if self.seed is None:
             object.__setattr__(self, "seed", secrets.randbits(31))
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
@@ -352,22 +362,6 @@ def processor_list(
         processors.append(hf.NoRepeatNGramLogitsProcessor(no_repeat_ngram_size))
     processors.extend(custom or ())
     return processors
-
-
-def _check_kinds(params: SamplingParams) -> None:
-    """Raise SamplingError for the first field that is not of its kind."""
-    for name, kind in _kinds():
-        value = getattr(params, name)
-        if value is None and kind.optional:
-            continue
-        # Most values are plain, and a check against an abstract class takes a microsecond.
-        if type(value) is not _USUAL.get(kind.one) and not kind.accepts(value):
-            remedy = "put a single one into a list" if kind.one == "a list of callables" else "correct it"
-            raise SamplingError(f"{name}: expected {kind}, got {shown(value)}; {remedy}")
-        least, most = kind.least, kind.most
-        if least is not None and not least <= value <= most:
-            within = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
-            raise SamplingError(f"{name}: expected a number {within}, got {value}; correct it", param=name)
 
 
 @cache

@@ -113,7 +113,8 @@ class Bench(AbstractContextManager["Bench"]):
         if which not in self._generators:
             config = load_draft_models(config, target, self._draft)
             generator = SpeculativeGenerator(target=target, **dict(config))
-            generator.compile(kinds=(kind_of(SamplingParams.asked(cell.sampling.keys).sampling_of(0)),))
+            sampling = SamplingParams.asked(cell.sampling.keys).sampling_of(0)
+            generator.compile(kinds=(kind_of(sampling.temperature, sampling.top_k),))
             self._generators[which] = generator
         return self._generators[which]
 

@@ -67,7 +67,7 @@ def test_a_wider_sampling_mode_keeps_every_rows_tokens() -> None:
     logits = torch.randn(4, 5, 3000, generator=torch.Generator().manual_seed(1)) * 2
     positions = torch.arange(20, dtype=torch.int32).view(4, 5)
     for served in range(1, 5):
-        kind = widest(kind_of(request) for request in requests[:served])
+        kind = widest(kind_of(one.temperature, one.top_k) for one in requests[:served])
         mixed = replace(sampling_tensors(requests[:served]), kind=kind)
         together = KERNELS.sample_tokens(logits[:served], positions[:served], mixed)
         for row, request in enumerate(requests[:served]):

@@ -82,12 +82,12 @@ def test_a_round_has_the_widest_sampling_mode_of_its_requests() -> None:
 
 
 @pytest.mark.parametrize("k", [0, 3])
-@pytest.mark.parametrize("sampled", [TOP_K, FULL, WIDE], ids=kind_of)
+@pytest.mark.parametrize("sampled", [TOP_K, FULL, WIDE], ids=["top-k", "full", "wide"])
 def test_rounds_use_the_widest_mode_while_its_request_runs(sampled: Sampling, k: int) -> None:
     made, prompts, rounds = generator(2, k), list[SamplingKind](), list[SamplingKind]()
     watch_rounds(made, lambda inner: Kinds(inner, prompts, rounds))
     served(made, [request(0, GREEDY, new=40), request(1, sampled, new=12)])
-    kind = kind_of(sampled)
+    kind = kind_of(sampled.temperature, sampled.top_k)
     assert prompts == ["greedy", kind]
     assert rounds == [kind] * rounds.count(kind) + ["greedy"] * rounds.count("greedy")
     assert set(rounds) == {kind, "greedy"}
