@@ -81,6 +81,7 @@ SAMPLING_ERRORS = [
     ({"do_sample": "false"}, "do_sample: expected True or False, got str 'false'"),
     ({"output_scores": 1}, "output_scores: expected True or False, got int 1"),
     ({"repetition_penalty": float("nan")}, "repetition_penalty: expected a positive number, got nan"),
+    ({"repetition_penalty": float("inf")}, "repetition_penalty: expected a positive number, got inf"),
     ({"temperature": 10**400, "do_sample": True}, "temperature: expected a number"),
     ({"repetition_penalty": 10**400}, "repetition_penalty: expected a number"),
     ({"top_k": -2}, "top_k"),

@@ -116,7 +116,7 @@ class Texts:
         return [*drafts[:place], chain.seconds[place]]
 
     def round(self, sampling: SamplingTensors) -> None:
-        """One round: both propose the same."""
+        """One round: both propose the same, if anything."""
         said, came = self.committed(), self.seat()
         rows = [first or row for first, row in zip(came, said, strict=True)]
         tokens = torch.tensor([row + [PAD] * (K + 1 - len(row)) for row in rows], dtype=torch.int32)
@@ -126,6 +126,8 @@ class Texts:
         bounds = RoundLimits([K] * self._slots, max(1, *self.ends))
         for one in (self.plain, self.ahead):
             one.update(commit)
+        if self._dice.random() < 0.1:
+            return  # drafts are not asked for in every round
         here, there = (d.propose(commit, sampling, bounds).tokens for d in (self.plain, self.ahead))
         for slot, end in enumerate(self.ends):
             assert end == 0 or torch.equal(here[slot], there[slot]), (slot, end, self.ahead.hit)
@@ -140,7 +142,7 @@ def test_asynchronous_proposals_equal_the_drafters(workshop: Workshop, slots: in
     """Outcomes are read into the same rows, so that all but the last leave a cache that has to be put right."""
     texts = Texts(workshop, slots, random.Random(7))
     sampling = sampling_tensors([Sampling(temperature, seed=seed) for seed in range(slots)])
-    for _ in range(60):
+    for _ in range(80):
         texts.round(sampling)
     assert texts.hits > 10 and texts.early > 4
 

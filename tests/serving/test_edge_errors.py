@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from threading import Timer
 from typing import Any
 
 import httpx2 as httpx
@@ -18,13 +19,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.core.errors import ConfigurationError, EventLoopError
+from paceline.core.errors import ConfigurationError, EventLoopError, WorkerError
 from paceline.serving.api import create_app
 from paceline.serving.middleware import JsonFormatter
 from paceline.serving.model_server import LocalRouter
 from paceline.serving.openai.requests import CompletionRequest
 from paceline.serving.router import Health, Item, RequestContext, StreamChunk
 from paceline.serving.settings import ApiSettings
+from paceline.workers.calls import Call, CallUpdate, Sink
 from tests.serving.edge import ScriptedEngine, client_of, running, scripted
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
@@ -411,6 +413,28 @@ def test_a_deadline_ends_an_answer() -> None:
         while len(engine.ended) < 2:  # the client hears of it first
             assert time.monotonic() < end
             time.sleep(0.01)
+
+
+def test_a_lost_answer_ends_with_an_error_object() -> None:
+    """The response's before the first token; the last event after it, and the stream ends as others do."""
+    app, engine, _ = scripted(lambda _: "words and words " * 40)
+    engine.pause_s, say = 0.05, engine.submit
+
+    def lost(call: Call, sink: Sink) -> None:
+        if streamed:
+            say(call, sink)
+        end = CallUpdate(call.ticket, ended=True, error=WorkerError("a part was lost"))
+        Timer(0.3 if streamed else 0.0, sink, ([end],)).start()
+
+    engine.submit = lost  # type: ignore[method-assign]
+    with running(app) as address:
+        for streamed in (False, True):
+            asked = COMPLETION | {"stream": streamed, "max_tokens": 500}
+            response = httpx.post(f"{address}/v1/completions", json=asked, timeout=60)
+            error = json.loads(response.text.split("\n\n")[-3][6:]) if streamed else response.json()
+            assert (error["error"]["code"], error["error"]["type"]) == ("model_unavailable", "server_error")
+            assert response.text.endswith("data: [DONE]\n\n") if streamed else response.headers["retry-after"]
+            assert response.status_code == (200 if streamed else 503)
 
 
 def test_a_server_is_used_from_one_event_loop_at_a_time() -> None:

@@ -183,7 +183,9 @@ def test_requests_during_a_load_wait_for_it(home: Path) -> None:
         assert served.loader.loads == ["c"]
 
 
-def test_pinned_and_busy_models_stay_and_the_request_gets_retry_after(home: Path) -> None:
+def test_pinned_and_busy_models_stay_and_the_request_gets_retry_after(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with service(home, {"name": "a", "pinned": True}, {"name": "b"}, {"name": "c", "load": "on_demand"}) as served:
         assert served.say("pin", "b").json()["pinned"] is True
         answer = served.ask("c")
@@ -200,6 +202,14 @@ def test_pinned_and_busy_models_stay_and_the_request_gets_retry_after(home: Path
             parts = busy.iter_bytes()
             next(parts)
             assert served.ask("c").status_code == 503, "b serves somebody"
+            told, late = served.loader.usage, iter([True])
+
+            async def stale(name: str) -> ModelUsage | None:
+                found = await told(name)
+                return replace(found, running=0) if found and name == "b" and next(late, False) else found
+
+            monkeypatch.setattr(served.loader, "usage", stale)
+            assert served.ask("c").status_code == 503, "nor does it leave when the request came in between"
         while any(one["running"] for one in served.client.get("/admin/models").json()["models"]):
             pass
         assert served.ask("c").status_code == 200 and served.states()["b"] == "unloaded"
