@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from paceline.core import reduce
 from paceline.core.errors import ConfigurationError
-from paceline.core.types import Commit, DraftKey, Proposal, RoundLimits, SamplingKind, SamplingTensors
+from paceline.core.types import Commit, DraftKey, DraftShape, Proposal, RoundLimits, SamplingKind, SamplingTensors
 from paceline.decoder.decoder import CompiledDecoder, ModelWithCache
 from paceline.decoder.kernels.protocol import CachePosition
 from paceline.decoder.options import DecoderOptions
@@ -72,7 +72,7 @@ class ModelDrafter(HeadDrafter):
     def __init__(
         self,
         decoder: CompiledDecoder,
-        k: int,
+        k: int | DraftShape,
         *,
         vocabulary: VocabMap,
         drawn: bool = False,

@@ -4,15 +4,49 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from paceline.core import tree
 from paceline.core.errors import ConfigurationError
 from paceline.core.types import DraftShape
 from paceline.decoder.models.config import ModelConfig
+from paceline.decoder.options import LoadOptions
 from paceline.heads.options import Wanted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoOptions:
     """A drafter without options but k."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PardOptions(LoadOptions):
+    """Options of a PARD model: those of loading it, and ``draft_tree``, as of `parse_draft_tree`."""
+
+    draft_tree: str = "chain"
+
+
+def parse_draft_tree(draft_tree: object, *, k: int, drawn: bool = False) -> DraftShape:
+    """Parse the tree of a drafter that drafts all positions at once: "chain", of ``k`` tokens, or "tree:PARENTS".
+
+    Raises:
+        ConfigurationError: it is neither, or ``drawn`` is set for a tree.
+    """
+    kind, _, parents = (draft_tree if isinstance(draft_tree, str) else "").partition(":")
+    if kind == "chain" and not parents:
+        return DraftShape.chain(k)
+    try:
+        numbers = tuple(int(part) for part in parents.split(","))
+    except ValueError:
+        numbers = ()
+    if kind != "tree" or not numbers:
+        raise ConfigurationError(
+            f"draft_tree: expected 'chain' or 'tree:PARENTS', e.g. tree:-1,-1,0,0, got {draft_tree!r}; correct it"
+        )
+    if drawn:
+        raise ConfigurationError(
+            "draft_tree: expected 'chain' for acceptor='reject', got a tree; use draft_tree='chain', or "
+            "acceptor='match', which is exact for trees too"
+        )
+    return tree.draft_shape(numbers)
 
 
 def layerskip_shape(target: ModelConfig, wanted: Wanted, *, layers: int | None = None) -> DraftShape:

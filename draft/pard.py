@@ -6,17 +6,18 @@ the last committed token predicts the first draft, each mask token the one after
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from paceline.core.errors import CheckpointError, ConfigurationError, UnknownArchitectureError
-from paceline.core.types import DraftKey, SamplingKind, SamplingTensors
+from paceline.core.types import Commit, DraftKey, DraftShape, Proposal, RoundLimits, SamplingKind, SamplingTensors
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.json_fields import Fields
 from paceline.decoder.options import MAX_WIDTH
-from paceline.draft.heads import DraftedTokens, Kept
+from paceline.draft.heads import DraftedTokens, HeadDrafter, Kept
 from paceline.draft.model import ModelDrafter, ModelHead
 from paceline.draft.vocab_map import VocabMap
 
@@ -48,9 +49,10 @@ def mask_token(config: Fields) -> int:
 
 
 class PardDrafter(ModelDrafter):
-    """Drafts chains of ``k`` tokens with a PARD decoder. ``mask``: id of its mask token; the rest as for a model.
+    """Drafts chains of ``k`` tokens with a PARD decoder, or static trees of the best tokens of each position.
 
-    Under a grammar's mask it drafts token by token, as any model.
+    ``mask``: id of its mask token; the rest as for a model. Under a grammar's mask it drafts chains token by token, as
+    any model.
 
     Raises:
         ConfigurationError: a number is out of range, or the decoder is for fewer tokens.
@@ -59,7 +61,7 @@ class PardDrafter(ModelDrafter):
     def __init__(
         self,
         decoder: CompiledDecoder,
-        k: int,
+        k: int | DraftShape,
         *,
         mask: int,
         vocabulary: VocabMap,
@@ -67,19 +69,34 @@ class PardDrafter(ModelDrafter):
         confidence_threshold: float = 0.0,
     ) -> None:
         super().__init__(decoder, k, vocabulary=vocabulary, drawn=drawn, confidence_threshold=confidence_threshold)
-        if 2 * k > MAX_WIDTH:
+        depth = self.draft_shape.depth
+        if 2 * depth > MAX_WIDTH:
             raise ConfigurationError(
-                f"k: expected at most {MAX_WIDTH // 2} for a PARD draft, whose window has 2 k rows, got {k}; lower k"
+                f"k: expected at most {MAX_WIDTH // 2} for a PARD draft, whose window has 2 k rows, got {depth}; "
+                "lower k"
             )
+        if confidence_threshold and not self.draft_shape.is_chain:
+            raise ConfigurationError("confidence_threshold: expected 0 for a draft of trees; omit it, or the tree")
         self.mask = mask
 
     def step(self, bucket: int, kind: SamplingKind) -> nn.Module:
-        return PardStep(
-            self._model, self.draft_shape.num_draft_tokens, bucket, mask=self.mask, kept=self._kept, kind=kind
-        )
+        shape = self.draft_shape
+        kept = self._kept if shape.is_chain else Kept(parents=shape.parents or ())
+        return PardStep(self._model, shape.depth, bucket, mask=self.mask, kept=kept, kind=kind)
 
     def step_key(self, bucket: int) -> DraftKey:
         return DraftKey("pard", self.draft_shape, bucket, self._drawn, f"{self._variant}, mask {self.mask}")
+
+    def propose_allowed(
+        self,
+        commit: Commit,
+        sampling: SamplingTensors,
+        limits: RoundLimits,
+        *,
+        allowed: Callable[[int, list[int], int], Tensor | None],
+    ) -> Proposal:
+        propose = ModelDrafter if self.draft_shape.is_chain else HeadDrafter
+        return propose.propose_allowed(self, commit, sampling, limits, allowed=allowed)
 
 
 class PardStep(nn.Module):
@@ -89,6 +106,7 @@ class PardStep(nn.Module):
         super().__init__()
         self.head, self._k, self._bucket, self._mask = head, k, bucket, mask
         self._kept, self._kind = kept, kind
+        self.register_buffer("nodes", kept.nodes())
 
     def forward(
         self, tokens: Tensor, count: Tensor, first_row: Tensor, params: Tensor, seeds: Tensor
@@ -103,7 +121,7 @@ class PardStep(nn.Module):
         from_last = ((count - 1).unsqueeze(1) + ahead).to(torch.int64).unsqueeze(-1)
         hidden = hidden.gather(1, from_last.expand(-1, -1, hidden.shape[-1]))
         positions = (first_row + count).unsqueeze(1) + ahead
-        drafts = DraftedTokens(head.kernels, sampling, self._kept)
+        drafts = DraftedTokens(head.kernels, sampling, self._kept, nodes=self.get_buffer("nodes"))
         if self._kept.tokens_only:
             drafts.add(head.sample_tokens(hidden, positions, sampling))
         else:

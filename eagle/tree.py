@@ -11,8 +11,6 @@ Paceline.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
@@ -43,8 +41,7 @@ class Chain:
 class OnePassStep(nn.Module):
     """P-EAGLE: read a commit and draft ``k`` positions in one pass of the head; the drafts do not read each other.
 
-    ``drawn`` and ``kind`` as in `ChainStep`. ``ranks``: of every node of a tree, its depth and its rank among the
-    head's tokens at that position, from 1 and 0; None: the first of every position, a chain.
+    ``drawn`` and ``kind`` as in `ChainStep`. ``parents``: of a tree of the best tokens of each position; (): a chain.
     """
 
     def __init__(
@@ -55,13 +52,12 @@ class OnePassStep(nn.Module):
         *,
         kind: SamplingKind,
         drawn: bool = False,
-        ranks: Sequence[tuple[int, int]] | None = None,
+        parents: tuple[int, ...] = (),
     ) -> None:
         super().__init__()
         self.head, self._k, self._bucket, self._drawn, self._kind = head, k, bucket, drawn, kind
-        self._most = 0 if ranks is None else 1 + max(rank for _, rank in ranks)
-        index = [(depth - 1) * self._most + rank for depth, rank in ranks or ()]
-        self.register_buffer("index", torch.tensor(index, dtype=torch.int32))
+        self._most, nodes = tree.best_of_positions(parents) if parents else (0, [])
+        self.register_buffer("nodes", torch.tensor(nodes, dtype=torch.int32))
 
     def forward(
         self, tokens: Tensor, count: Tensor, first_row: Tensor, params: Tensor, seeds: Tensor, features: Tensor
@@ -77,7 +73,7 @@ class OnePassStep(nn.Module):
         positions = (first_row + count).unsqueeze(1) + ahead
         if self._most:
             tokens = head.rank_tokens(hidden, positions, sampling, count=self._most)[0]
-            return (tokens.flatten(1).index_select(1, self.get_buffer("index")),)
+            return (tokens.flatten(1).index_select(1, self.get_buffer("nodes")),)
         if not self._drawn:
             return (head.sample_tokens(hidden, positions, sampling),)
         logits = head.logits(hidden).contiguous()
@@ -121,7 +117,7 @@ class StaticTree(nn.Module):
         inner = set(parents)
         self.rows = len(inner)  # the root counts as one
         rank = [parents[:node].count(parent) for node, parent in enumerate(parents)]
-        self._ranks = list(zip(depths[1:], rank, strict=True))
+        self._parents = parents
         self._choices: list[int] = []
         rows = {tree.ROOT: 0}  # rows in the frontier's window
         above, order = [tree.ROOT], []
@@ -145,7 +141,7 @@ class StaticTree(nn.Module):
     def step(self, head: EagleHead, bucket: int, kind: SamplingKind) -> nn.Module:
         """Return the step that drafts it, for rounds of a sampling mode."""
         if head.config.mask_token is not None:
-            return OnePassStep(head, self.draft_shape.depth, bucket, ranks=self._ranks, kind=kind)
+            return OnePassStep(head, self.draft_shape.depth, bucket, parents=self._parents, kind=kind)
         return TreeStep(head, self, bucket, kind=kind)
 
     def forward(self, head: EagleHead, root: LastPair, sampling: SamplingTensors, bucket: int) -> tuple[Tensor, ...]:

@@ -23,6 +23,7 @@ from paceline.decoder.decoder import CompiledDecoder
 from paceline.draft.base import FunctionDrafter, NoDrafter
 from paceline.draft.choice import ChoiceDrafter, FallbackDrafter
 from paceline.draft.model import ModelDrafter
+from paceline.draft.options import parse_draft_tree
 from paceline.draft.pard import PardDrafter, mask_token
 from paceline.draft.vocab_map import VocabMap
 from paceline.draft_checks import check_depth, check_model_keys, make_rule, prepared, recognise, row_name
@@ -167,6 +168,14 @@ class _Makers:
             if known and (spec.name or recognise(str(folder))) == "pard":
                 assert folder is not None
                 make = partial(PardDrafter, mask=mask_token(read_config(folder)))
+                tree = dict(spec.options).get("draft_tree", "chain")
+                return make(
+                    decoder,
+                    parse_draft_tree(tree, k=k, drawn=self.drawn),
+                    vocabulary=between,
+                    drawn=self.drawn,
+                    confidence_threshold=confidence,
+                )
             return make(decoder, k, vocabulary=between, drawn=self.drawn, confidence_threshold=confidence)
         from paceline.draft.retokenizing import RetokenizingDrafter
 
