@@ -18,14 +18,14 @@ class NoOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PardOptions(LoadOptions):
-    """Options of a PARD model: those of loading it, and ``draft_tree``, as of `parse_draft_tree`."""
+class ModelOptions(LoadOptions):
+    """Options of a draft model: those of loading it, and ``draft_tree``, as of `parse_draft_tree`."""
 
     draft_tree: str = "chain"
 
 
 def parse_draft_tree(draft_tree: object, *, k: int, drawn: bool = False) -> DraftShape:
-    """Parse the tree of a drafter that drafts all positions at once: "chain", of ``k`` tokens, or "tree:PARENTS".
+    """Parse a draft tree: "chain", of ``k`` tokens, or "tree:PARENTS", with the parent of each node.
 
     Raises:
         ConfigurationError: it is neither, or ``drawn`` is set for a tree.
@@ -49,8 +49,10 @@ def parse_draft_tree(draft_tree: object, *, k: int, drawn: bool = False) -> Draf
     return tree.draft_shape(numbers)
 
 
-def layerskip_shape(target: ModelConfig, wanted: Wanted, *, layers: int | None = None) -> DraftShape:
-    """Check the option of LayerSkip; return the shape of its drafts.
+def layerskip_shape(
+    target: ModelConfig, wanted: Wanted, *, layers: int | None = None, draft_tree: str = "chain"
+) -> DraftShape:
+    """Check the options of LayerSkip; return the shape of its drafts. Errors also as in `parse_draft_tree`.
 
     layers  how many of the target's layers draft, from the first on; None: a quarter of them
 
@@ -63,7 +65,7 @@ def layerskip_shape(target: ModelConfig, wanted: Wanted, *, layers: int | None =
             f"layers: expected 1 to {target.num_layers - 1}, fewer than the target's {target.num_layers}, got "
             f"{asked}; correct it, or use another drafter"
         )
-    return DraftShape.chain(wanted.k)
+    return parse_draft_tree(draft_tree, k=wanted.k)
 
 
 def first_layers(target: ModelConfig) -> int:

@@ -6,18 +6,17 @@ the last committed token predicts the first draft, each mask token the one after
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from paceline.core.errors import CheckpointError, ConfigurationError, UnknownArchitectureError
-from paceline.core.types import Commit, DraftKey, DraftShape, Proposal, RoundLimits, SamplingKind, SamplingTensors
+from paceline.core.types import DraftKey, DraftShape, SamplingKind, SamplingTensors
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.json_fields import Fields
 from paceline.decoder.options import MAX_WIDTH
-from paceline.draft.heads import DraftedTokens, HeadDrafter, Kept
+from paceline.draft.heads import DraftedTokens, Kept
 from paceline.draft.model import ModelDrafter, ModelHead
 from paceline.draft.vocab_map import VocabMap
 
@@ -75,8 +74,6 @@ class PardDrafter(ModelDrafter):
                 f"k: expected at most {MAX_WIDTH // 2} for a PARD draft, whose window has 2 k rows, got {depth}; "
                 "lower k"
             )
-        if confidence_threshold and not self.draft_shape.is_chain:
-            raise ConfigurationError("confidence_threshold: expected 0 for a draft of trees; omit it, or the tree")
         self.mask = mask
 
     def step(self, bucket: int, kind: SamplingKind) -> nn.Module:
@@ -86,17 +83,6 @@ class PardDrafter(ModelDrafter):
 
     def step_key(self, bucket: int) -> DraftKey:
         return DraftKey("pard", self.draft_shape, bucket, self._drawn, f"{self._variant}, mask {self.mask}")
-
-    def propose_allowed(
-        self,
-        commit: Commit,
-        sampling: SamplingTensors,
-        limits: RoundLimits,
-        *,
-        allowed: Callable[[int, list[int], int], Tensor | None],
-    ) -> Proposal:
-        propose = ModelDrafter if self.draft_shape.is_chain else HeadDrafter
-        return propose.propose_allowed(self, commit, sampling, limits, allowed=allowed)
 
 
 class PardStep(nn.Module):

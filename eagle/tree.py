@@ -19,7 +19,7 @@ from paceline.core.errors import ConfigurationError
 from paceline.core.types import DraftShape, SamplingKind, SamplingTensors
 from paceline.decoder.kernels.protocol import Tree
 from paceline.decoder.parallel.vocab_part import topk
-from paceline.draft.heads import ChainStep, row_shift
+from paceline.draft.heads import ChainStep, LevelTree, row_shift
 from paceline.eagle.head import EagleHead, LastPair
 from paceline.eagle.network import Qkv
 
@@ -106,56 +106,23 @@ class TreeStep(nn.Module):
         return drafts
 
 
-class StaticTree(nn.Module):
+class StaticTree(LevelTree):
     """A tree of fixed shape: child r of a node is the head's token of rank r."""
 
     def __init__(self, parents: tuple[int, ...]) -> None:
-        super().__init__()
-        self.draft_shape = tree.draft_shape(parents)
+        super().__init__(parents)
         self.name = f"tree {'.'.join(map(str, parents))}"
-        depths = (0, *tree.depths(parents))
-        inner = set(parents)
-        self.rows = len(inner)  # the root counts as one
-        rank = [parents[:node].count(parent) for node, parent in enumerate(parents)]
-        self._parents = parents
-        self._choices: list[int] = []
-        rows = {tree.ROOT: 0}  # rows in the frontier's window
-        above, order = [tree.ROOT], []
-        for level in range(1, self.draft_shape.depth + 1):
-            nodes = [n for n in range(len(parents)) if depths[n + 1] == level]
-            most = 1 + max(rank[n] for n in nodes)
-            self._choices.append(most)
-            self._fix(f"pick_{level}", [above.index(parents[n]) * most + rank[n] for n in nodes])
-            order += nodes
-            deeper = [n for n in nodes if n in inner]
-            self._fix(f"kept_{level}", [nodes.index(n) for n in deeper])
-            self._fix(f"owner_{level}", [above.index(parents[n]) for n in deeper])
-            self._fix(f"row_{level}", [rows[parents[n]] for n in deeper])
-            rows |= {n: len(rows) + i for i, n in enumerate(deeper)}
-            above = deeper
-        self._fix("order", [order.index(n) for n in range(len(parents))])
-
-    def _fix(self, name: str, values: list[int]) -> None:
-        self.register_buffer(name, torch.tensor(values, dtype=torch.int32))
 
     def step(self, head: EagleHead, bucket: int, kind: SamplingKind) -> nn.Module:
         """Return the step that drafts it, for rounds of a sampling mode."""
         if head.config.mask_token is not None:
-            return OnePassStep(head, self.draft_shape.depth, bucket, parents=self._parents, kind=kind)
+            return OnePassStep(head, self.draft_shape.depth, bucket, parents=self.parents, kind=kind)
         return TreeStep(head, self, bucket, kind=kind)
 
     def forward(self, head: EagleHead, root: LastPair, sampling: SamplingTensors, bucket: int) -> tuple[Tensor, ...]:
         """Grow the tree from its root -> drafts [B, N] int32."""
-        frontier, hidden, levels = TreeFrontier(head, root, bucket, sampling=sampling), root.hidden, []
-        for level, most in enumerate(self._choices, 1):
-            _, picks = best(head, hidden, most, sampling=sampling, positions=_positions(root, level))
-            tokens = picks.flatten(1).index_select(1, self.get_buffer(f"pick_{level}"))
-            levels.append(tokens)
-            if level < len(self._choices):
-                parent_rows, owner = (self.get_buffer(f"{name}_{level}") for name in ("kept", "owner"))
-                parents = self.get_buffer(f"row_{level}").expand(len(tokens), -1)
-                hidden = frontier.extend(tokens.index_select(1, parent_rows), hidden.index_select(1, owner), parents)
-        return (torch.cat(levels, 1).index_select(1, self.get_buffer("order")),)
+        frontier = TreeFrontier(head, root, bucket, sampling=sampling)
+        return (self.grown(head, root.hidden, frontier.extend, position=_positions(root), sampling=sampling),)
 
 
 class DynamicTree(nn.Module):

@@ -160,6 +160,7 @@ class _Makers:
         config, target, k = self.config, self.target, self._k(spec)
         self.decoders.append(decoder)
         between = vocab_compat.between(decoder, target, config.vocabulary)
+        shape = parse_draft_tree(dict(spec.options).get("draft_tree", "chain"), k=k, drawn=self.drawn)
         confidence = config.confidence_threshold
         if isinstance(between, VocabMap):
             make: Callable[..., ModelDrafter] = ModelDrafter
@@ -168,15 +169,9 @@ class _Makers:
             if known and (spec.name or recognise(str(folder))) == "pard":
                 assert folder is not None
                 make = partial(PardDrafter, mask=mask_token(read_config(folder)))
-                tree = dict(spec.options).get("draft_tree", "chain")
-                return make(
-                    decoder,
-                    parse_draft_tree(tree, k=k, drawn=self.drawn),
-                    vocabulary=between,
-                    drawn=self.drawn,
-                    confidence_threshold=confidence,
-                )
-            return make(decoder, k, vocabulary=between, drawn=self.drawn, confidence_threshold=confidence)
+            return make(decoder, shape, vocabulary=between, drawn=self.drawn, confidence_threshold=confidence)
+        if not shape.is_chain:
+            raise ConfigurationError("draft_tree: expected 'chain' for a draft with another tokenizer; omit it")
         from paceline.draft.retokenizing import RetokenizingDrafter
 
         eos = next(iter(target.config.eos_token_ids), None)

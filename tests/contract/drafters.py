@@ -211,6 +211,15 @@ def _mtp(home: Home, k: Depth) -> SpeculativeGenerator:
     return home.generator(mtp(home.target, deepest(k)), k)
 
 
+def _mtp_tree(home: Home, k: Depth) -> SpeculativeGenerator:
+    return home.generator(mtp(home.target, tree.draft_shape(BRANCHES)), k)
+
+
+def _model_tree(home: Home, k: Depth) -> SpeculativeGenerator:
+    vocabulary = VocabMap(VOCABULARY, VOCABULARY)
+    return home.generator(ModelDrafter(home.draft, tree.draft_shape(BRANCHES), vocabulary=vocabulary), k)
+
+
 def _mlp_speculator(home: Home, k: Depth) -> SpeculativeGenerator:
     return home.generator(mlp_speculator(home.folder / f"mlp {k}", home.target, deepest(k)), k)
 
@@ -286,9 +295,12 @@ ROWS: dict[str, Row] = {
     "DFlash static tree": Row("dflash", _block("DFlash", TREE), depths=(3,)),
     "DSpark static tree": Row("dflash", _block("DSpark", TREE), depths=(3,)),
     "MTP": Row("mtp", _mtp),
+    "MTP static tree": Row("mtp", _mtp_tree, depths=(3,)),
+    "model static tree": Row("model", _model_tree, depths=(3,)),
     "MLP speculator": Row("mlp_speculator", _mlp_speculator),
     "Gemma 4 assistant": Row("gemma4_assistant", _assistant),
     "LayerSkip": Row("layerskip", _layerskip),
+    "LayerSkip static tree": Row("layerskip", _given(f"layerskip:layers=1,draft_tree={TREE}"), depths=(3,)),
     "list: ngram, LayerSkip": Row(
         "fallback", lambda home, k: home.generator(["ngram", ("layerskip:layers=1", deepest(k))], k)
     ),

@@ -252,7 +252,7 @@ TREE = "tree:-1,-1,-1,0,0,1,3"
 
 @pytest.mark.parametrize("variant", ["DFlash", "DSpark"])
 def test_nodes_of_a_tree_are_the_best_tokens_of_each_position(workshop: Workshop, tmp_path: Path, variant: str) -> None:
-    """DSpark ranks a position behind the first tokens of those before it, as in its chain."""
+    """DSpark ranks a position by the first tokens of those before it, as in its chain."""
     target = workshop.decoder(backend="eager", slots=1)
     tree, chain = (
         rounds(drafter(tmp_path / variant, target, variant, 3, draft_tree=form), target, [5, 17, 17, 90], 6)
