@@ -46,6 +46,17 @@ def depths(parents: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(depth_of)
 
 
+def best_of_positions(parents: tuple[int, ...]) -> tuple[int, list[int]]:
+    """Return the tokens of a tree that has the best ones of each position: how many are ranked at each, and for every
+    node the place of its token among those of all positions in order.
+
+    A node at depth d that is child r of its parent is the token of rank r at position d, whatever its parent.
+    """
+    ranks = [parents[:node].count(parent) for node, parent in enumerate(parents)]
+    most = 1 + max(ranks)
+    return most, [(depth - 1) * most + rank for depth, rank in zip(depths(parents), ranks, strict=True)]
+
+
 def draft_shape(parents: tuple[int, ...]) -> DraftShape:
     """Return the draft shape of a static tree.
 

@@ -1,4 +1,4 @@
-"""Gemma 4's assistant: a few layers without keys and values of their own, which attend to the target's.
+"""Gemma 4's assistant: a few layers that have no keys and values, and attend to those of the target.
 
 They read the embedding of the last token and the state that predicted it, through one product, and give the next token
 and the next state. Queries of a round all have the position of the last committed token, whose keys are not written
@@ -213,7 +213,7 @@ class AssistantHead(AutoregressiveHead):
         kernels, body, real = self.kernels, self.body, place.real
         caches = dict(zip(body.config.cached_layers, body.caches, strict=True))
         rows = {source: self._rows(caches[source], place) for source in set(self.config.sources)}
-        x = scaled(kernels.embed(body.lent.embedding, token), body.config.blueprint.embedding_scale)
+        x = scaled(kernels.embed(body.shared.embedding, token), body.config.blueprint.embedding_scale)
         x = kernels.linear(torch.cat((x, hidden[..., : self.config.size].contiguous()), -1), self.enter, real)
         rotations = self.network.rotations((place.row + 1).clamp(max=self.options.n_positions - 1).unsqueeze(1))
         for layer, source, rotation in zip(self.network.layers, self.config.sources, rotations, strict=True):

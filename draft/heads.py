@@ -22,7 +22,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from paceline.core import noise, probs
+from paceline.core import noise, probs, tree
 from paceline.core.errors import ConfigurationError
 from paceline.core.protocols import TraceableDrafter, finish
 from paceline.core.sampling import IDLE_ROW
@@ -128,10 +128,12 @@ class AutoregressiveHead(CachedHead):
 
     @abstractmethod
     def next(self, token: Tensor, hidden: Tensor, place: CachePosition) -> Tensor:
-        """Read a token that was just drafted: token [B, 1] int32, hidden [B, 1, H] that predicted it -> [B, 1, H]."""
+        """Read a token that was just drafted: token [B, 1] int32, hidden [B, 1, H] that predicted it -> [B, 1, H]; for
+        trees, n nodes of a window at once.
+        """
 
     def next_place(self, row: Tensor, ahead: int, bucket: int, *, sampling: SamplingTensors) -> CachePosition:
-        """Return the place of a drafted token, ``ahead`` rows behind the last committed one's ``row`` [B]."""
+        """Return the place of a drafted token, ``ahead`` rows after the last committed one's ``row`` [B]."""
         return self.place(row + ahead, 1, bucket, sampling=sampling)
 
     @abstractmethod
@@ -141,6 +143,14 @@ class AutoregressiveHead(CachedHead):
     def sample_tokens(self, hidden: Tensor, positions: Tensor, sampling: SamplingTensors) -> Tensor:
         """hidden [B, n, H], positions [B, n] int32 -> tokens [B, n] int32, chosen as the target chooses."""
         return self.kernels.sample_tokens(self.logits(hidden).contiguous(), positions, sampling)
+
+    def rank_tokens(
+        self, hidden: Tensor, positions: Tensor, sampling: SamplingTensors, *, count: int
+    ) -> tuple[Tensor, Tensor]:
+        """Rank the best ``count`` tokens of a position, as `Kernels.rank_tokens`. hidden [B, n, H] -> [B, n, count]
+        twice
+        """
+        return self.kernels.rank_tokens(self.logits(hidden).contiguous(), positions, sampling, count=count)
 
     def step(self, k: int, bucket: int, kind: SamplingKind) -> nn.Module:
         return ChainStep(self, k, bucket, kind=kind)
@@ -223,22 +233,32 @@ class Kept:
     confidence  from the first position whose largest probability (no temperature, no filter) is below it, drafts are
                 PAD
     reports     also return these probabilities, [B, k] float32, of all positions
+    parents     of a tree of the best tokens of each position; (): a chain of the first ones
     """
 
     drawn: bool = False
     confidence: float = 0.0
     reports: bool = False
+    parents: tuple[int, ...] = ()
 
     @property
     def tokens_only(self) -> bool:
-        return not (self.drawn or self.confidence or self.reports)
+        return not (self.drawn or self.confidence or self.reports or self.parents)
+
+    def nodes(self) -> Tensor:
+        """Places of the tree's tokens, `tree.best_of_positions`, [N] int32: a buffer of the step."""
+        places = tree.best_of_positions(self.parents)[1] if self.parents else []
+        return torch.tensor(places, dtype=torch.int32)
 
 
 class DraftedTokens:
-    """The tokens that a step has chosen so far, with what is kept of their choice. ``sampling``: of the next choice."""
+    """The tokens that a step has chosen so far, with what is kept of their choice. ``sampling``: of the next choice;
+    ``nodes``: `Kept.nodes`, of a tree.
+    """
 
-    def __init__(self, kernels: Kernels, sampling: SamplingTensors, kept: Kept) -> None:
-        self._kernels, self.sampling, self._kept = kernels, sampling, kept
+    def __init__(self, kernels: Kernels, sampling: SamplingTensors, kept: Kept, *, nodes: Tensor | None = None) -> None:
+        self._kernels, self.sampling, self._kept, self._nodes = kernels, sampling, kept, nodes
+        self._ranked: list[Tensor] = []
         self._tokens: list[Tensor] = []
         self._distributions: list[Tensor] = []
         self._largest: list[Tensor] = []
@@ -255,6 +275,12 @@ class DraftedTokens:
     def choose(self, logits: Tensor, positions: Tensor) -> None:
         """Choose and append tokens: logits [B, n, V] of positions [B, n] int32."""
         kept = self._kept
+        if kept.parents:
+            most = tree.best_of_positions(kept.parents)[0]
+            ranked, _ = self._kernels.rank_tokens(logits.contiguous(), positions, self.sampling, count=most)
+            self._ranked.append(ranked)
+            self.add(ranked[..., 0])
+            return
         if kept.confidence > 0 or kept.reports:
             self._largest.append(probs.softmax(logits).amax(-1))
         stream = noise.DRAFT if kept.drawn else noise.TARGET
@@ -264,8 +290,11 @@ class DraftedTokens:
 
     def outputs(self) -> tuple[Tensor, ...]:
         """Return the drafts [B, k] int32, their probabilities [B, k, V] if they are sampled, and those of
-        ``reports``.
+        ``reports``; or a tree's [B, N].
         """
+        if self._kept.parents:
+            assert self._nodes is not None, "a step of a tree has them"
+            return (torch.cat(self._ranked, 1).flatten(1).index_select(1, self._nodes),)
         kept, chain = self._kept, torch.cat(self._tokens, 1)
         if kept.confidence > 0:
             doubts = (~(torch.cat(self._largest, 1) >= kept.confidence)).to(torch.float32).cumsum(-1)
@@ -298,6 +327,91 @@ class ParallelStep(nn.Module):
     def choose(self, logits: Tensor, positions: Tensor, sampling: SamplingTensors) -> Tensor:
         """logits [B, k, V], positions [B, k] int32 -> tokens [B, N] int32; N = k, the head's first choices."""
         return self.head.kernels.sample_tokens(logits.contiguous(), positions, sampling)
+
+
+Extend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Tokens [B, n] of inner nodes, states [B, n, H] of their parents, whose rows are [B, n] -> their states [B, n, H]."""
+
+
+class LevelTree(nn.Module):
+    """A tree of fixed shape that is drafted level by level: child r of a node is its token of rank r."""
+
+    def __init__(self, parents: tuple[int, ...]) -> None:
+        super().__init__()
+        self.draft_shape, self.parents = tree.draft_shape(parents), parents
+        depths, inner = (0, *tree.depths(parents)), set(parents)
+        self.rows = len(inner)  # the root counts as one
+        rank = [parents[:node].count(parent) for node, parent in enumerate(parents)]
+        self._choices: list[int] = []
+        rows = {tree.ROOT: 0}  # rows of a window of the inner nodes
+        above, order = [tree.ROOT], []
+        for level in range(1, self.draft_shape.depth + 1):
+            nodes = [n for n in range(len(parents)) if depths[n + 1] == level]
+            most = 1 + max(rank[n] for n in nodes)
+            self._choices.append(most)
+            self._fix(f"pick_{level}", [above.index(parents[n]) * most + rank[n] for n in nodes])
+            order += nodes
+            deeper = [n for n in nodes if n in inner]
+            self._fix(f"kept_{level}", [nodes.index(n) for n in deeper])
+            self._fix(f"owner_{level}", [above.index(parents[n]) for n in deeper])
+            self._fix(f"row_{level}", [rows[parents[n]] for n in deeper])
+            rows |= {n: len(rows) + i for i, n in enumerate(deeper)}
+            above = deeper
+        self._fix("order", [order.index(n) for n in range(len(parents))])
+
+    def _fix(self, name: str, values: list[int]) -> None:
+        self.register_buffer(name, torch.tensor(values, dtype=torch.int32))
+
+    def grown(
+        self, head: AutoregressiveHead, hidden: Tensor, extend: Extend, *, position: Tensor, sampling: SamplingTensors
+    ) -> Tensor:
+        """Draft from the root's state ``hidden`` [B, 1, H]; position [B, 1] int32 of the first drafts -> [B, N]."""
+        levels: list[Tensor] = []
+        for level, most in enumerate(self._choices, 1):
+            at = (position + (level - 1)).expand(-1, hidden.shape[1]).contiguous()
+            picks, _ = head.rank_tokens(hidden, at, sampling, count=most)
+            tokens = picks.flatten(1).index_select(1, self.get_buffer(f"pick_{level}"))
+            levels.append(tokens)
+            if level < len(self._choices):
+                kept, owner = (self.get_buffer(f"{name}_{level}") for name in ("kept", "owner"))
+                parents = self.get_buffer(f"row_{level}").expand(len(tokens), -1)
+                hidden = extend(tokens.index_select(1, kept), hidden.index_select(1, owner), parents)
+        return torch.cat(levels, 1).index_select(1, self.get_buffer("order"))
+
+
+class NextTreeStep(nn.Module):
+    """Read a commit, then grow a tree by `AutoregressiveHead.next`, which reads the inner nodes so far again with each
+    level. ``kind``: sampling mode of its rounds.
+    """
+
+    def __init__(self, head: AutoregressiveHead, parents: tuple[int, ...], bucket: int, kind: SamplingKind) -> None:
+        super().__init__()
+        self.head, self.levels, self._bucket, self._kind = head, LevelTree(parents), bucket, kind
+
+    def forward(
+        self, tokens: Tensor, count: Tensor, first_row: Tensor, params: Tensor, seeds: Tensor, *features: Tensor
+    ) -> tuple[Tensor]:
+        """The inputs of a `ChainStep` -> drafts [B, N] int32."""
+        head, sampling, last = self.head, SamplingTensors(params, seeds, self._kind), count - 1
+        row = first_row - row_shift(head)
+        place = head.place(row, tokens.shape[1], self._bucket, sampling=sampling)
+        if place.padded:
+            place = replace(place, count=count * sampling.seated)
+        tokens = tokens.clamp(min=0)
+        root = head.read(tokens, features[0] if features else None, place, last=last)
+        read = [at_index(tokens, last)]
+        states = [at_index(features[0], last) if features else root]
+        rows = [torch.full_like(last, tree.ROOT).unsqueeze(1)]
+
+        def extend(nodes: Tensor, hidden: Tensor, parents: Tensor) -> Tensor:
+            for every, new in ((read, nodes), (states, hidden), (rows, parents)):
+                every.append(new)
+            window, ancestry = torch.cat(read, 1), Tree.of(torch.cat(rows, 1))
+            at = head.place(row + last, window.shape[1], self._bucket, tree=ancestry, sampling=sampling)
+            return head.next(window, torch.cat(states, 1), at)[:, -nodes.shape[1] :].contiguous()
+
+        position = (first_row + count).unsqueeze(1)
+        return (self.levels.grown(head, root, extend, position=position, sampling=sampling),)
 
 
 class ReadStep(nn.Module):
@@ -362,6 +476,12 @@ class HeadDrafter(TraceableDrafter):
     def __init__(self, head: DraftHead, decoder: CompiledDecoder, k: int | DraftShape) -> None:
         self.draft_shape = k if isinstance(k, DraftShape) else DraftShape.chain(k)
         decoder.check_width(self.draft_shape.num_draft_tokens + 1)
+        room = decoder.options.rows - decoder.n_positions
+        if not self.draft_shape.is_chain and self.draft_shape.num_draft_tokens > room:
+            raise ConfigurationError(
+                f"draft_tree: expected at most {room} nodes, the cache rows after the last position, got "
+                f"{self.draft_shape.num_draft_tokens}; use a smaller tree"
+            )
         self.head, self.decoder = head.eval(), decoder
         self.reads = head.reads
         self._has_cache = bool(head.caches())
@@ -390,7 +510,10 @@ class HeadDrafter(TraceableDrafter):
         return shorter
 
     def step(self, bucket: int, kind: SamplingKind) -> nn.Module:
-        return self.head.step(self.draft_shape.num_draft_tokens, bucket, kind)
+        shape = self.draft_shape
+        if isinstance(self.head, AutoregressiveHead) and shape.parents and not shape.is_chain:
+            return NextTreeStep(self.head, shape.parents, bucket, kind)
+        return self.head.step(shape.num_draft_tokens, bucket, kind)
 
     def step_key(self, bucket: int) -> DraftKey:
         return DraftKey(type(self.head).__name__, self.draft_shape, bucket if self._has_cache else None)

@@ -51,14 +51,18 @@ class EarlyExitHead(AutoregressiveHead):
 class LayerSkipDrafter(HeadDrafter):
     """Drafts chains of ``k`` tokens with the first ``layers`` layers of ``target``; None: a quarter of them.
 
+    draft_tree  or static trees: "tree:PARENTS" with the parent of each node, -1 for the root
+
     Raises:
         ConfigurationError: there are not that many layers.
     """
 
     misfit_causes = "a target that was not trained to exit early; too few `layers`, or too many to be faster"
 
-    def __init__(self, k: int, target: CompiledDecoder, *, layers: int | None = None) -> None:
-        shape = layerskip_shape(target.config, Wanted(k), layers=layers)
+    def __init__(
+        self, k: int, target: CompiledDecoder, *, layers: int | None = None, draft_tree: str = "chain"
+    ) -> None:
+        shape = layerskip_shape(target.config, Wanted(k), layers=layers, draft_tree=draft_tree)
         self.layers = first_layers(target.config) if layers is None else layers
         super().__init__(EarlyExitHead(target.body, self.layers), target, shape)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from paceline.core import reduce
 from paceline.core.errors import ConfigurationError
-from paceline.core.types import Commit, DraftKey, Proposal, RoundLimits, SamplingKind, SamplingTensors
+from paceline.core.types import Commit, DraftKey, DraftShape, Proposal, RoundLimits, SamplingKind, SamplingTensors
 from paceline.decoder.decoder import CompiledDecoder, ModelWithCache
 from paceline.decoder.kernels.protocol import CachePosition
 from paceline.decoder.options import DecoderOptions
@@ -56,7 +56,7 @@ class ModelHead(AutoregressiveHead):
 
 
 class ModelDrafter(HeadDrafter):
-    """Drafts chains of ``k`` tokens with a decoder.
+    """Drafts chains of ``k`` tokens with a decoder, or static trees: child r of a node is its token of rank r.
 
     vocabulary            between the target's ids and the decoder's
     drawn                 sample from the model's probabilities and report them, for `Reject`; otherwise choose with the
@@ -72,7 +72,7 @@ class ModelDrafter(HeadDrafter):
     def __init__(
         self,
         decoder: CompiledDecoder,
-        k: int,
+        k: int | DraftShape,
         *,
         vocabulary: VocabMap,
         drawn: bool = False,
@@ -85,6 +85,8 @@ class ModelDrafter(HeadDrafter):
             )
         self._model = ModelHead(decoder.body, vocabulary, decoder.options)
         super().__init__(self._model, decoder, k)
+        if confidence_threshold and not self.draft_shape.is_chain:
+            raise ConfigurationError("confidence_threshold: expected 0 for a draft of trees; omit it, or the tree")
         self.vocabulary, self._drawn, self.confidence_threshold = vocabulary, drawn, confidence_threshold
         self._reports = False
         confidence = f", confidence {confidence_threshold}" if confidence_threshold else ""
@@ -96,6 +98,8 @@ class ModelDrafter(HeadDrafter):
         return self.decoder.body
 
     def step(self, bucket: int, kind: SamplingKind) -> nn.Module:
+        if not self.draft_shape.is_chain:
+            return super().step(bucket, kind)
         return ChainStep(self._model, self.draft_shape.num_draft_tokens, bucket, kept=self._kept, kind=kind)
 
     @property
@@ -156,7 +160,9 @@ class ModelDrafter(HeadDrafter):
         *,
         allowed: Callable[[int, list[int], int], Tensor | None],
     ) -> Proposal:
-        """Draft one token after the other, chosen on the host among the allowed ones."""
+        """Draft one token after the other, chosen on the host among the allowed ones; of a tree, remove others."""
+        if not self.draft_shape.is_chain:
+            return super().propose_allowed(commit, sampling, limits, allowed=allowed)
         if self._drawn:
             return self.propose(commit, sampling, limits)
         del self._pending[-1:]  # it is read here

@@ -39,6 +39,7 @@ from paceline.decoder.parallel.vocab_part import VocabPart
 from paceline.decoder.weights.checkpoint import load_floats
 from paceline.decoder.weights.hub import checkpoint_path
 from paceline.draft.heads import AutoregressiveHead, HeadDrafter, at_index
+from paceline.draft.options import parse_draft_tree
 from paceline.draft.table_head import TableHead
 from paceline.heads.checkpoint import as_dtype, check, read
 from paceline.heads.layouts import HeadKeys, MustBe, check_target, read_config
@@ -184,10 +185,12 @@ def load(folder: Path, target: ModelConfig, dtype: torch.dtype) -> tuple[MtpConf
     return config, as_dtype(folder, weights, dtype)
 
 
-def draft_shape(target: ModelConfig, wanted: Wanted, folder: Path) -> DraftShape:
-    """Check the config.json; return the shape of the layer's drafts. Errors as in `MtpConfig.read`."""
+def draft_shape(target: ModelConfig, wanted: Wanted, folder: Path, *, draft_tree: str = "chain") -> DraftShape:
+    """Check the config.json and the tree; return the shape of the layer's drafts. Errors as in `MtpConfig.read` and
+    `parse_draft_tree`.
+    """
     MtpConfig.read(folder, target)
-    return DraftShape.chain(wanted.k)
+    return parse_draft_tree(draft_tree, k=wanted.k)
 
 
 class MtpHead(TableHead, AutoregressiveHead):
@@ -254,18 +257,21 @@ class MtpHead(TableHead, AutoregressiveHead):
 
 
 class MtpDrafter(HeadDrafter):
-    """Drafts chains of ``k`` tokens with one MTP layer."""
+    """Drafts chains of ``k`` tokens, or static trees, with one MTP layer."""
 
     head: MtpHead
 
-    def __init__(self, head: MtpHead, target: CompiledDecoder, k: int) -> None:
+    def __init__(self, head: MtpHead, target: CompiledDecoder, k: int | DraftShape) -> None:
         super().__init__(head, target, k)
         self.max_positions = min(target.n_positions, head.config.layer.max_position_embeddings)
 
     @classmethod
-    def from_pretrained(cls, path: str | os.PathLike[str], target: CompiledDecoder, k: int = 4) -> MtpDrafter:
+    def from_pretrained(
+        cls, path: str | os.PathLike[str], target: CompiledDecoder, k: int = 4, *, draft_tree: str = "chain"
+    ) -> MtpDrafter:
         """Load a layer for a target.
 
+        draft_tree  "chain" of ``k`` tokens, or "tree:PARENTS" with the parent of each node, -1 for the root
         path  the target's own folder, if it holds the layer, or a folder of the speculators library; or an id of the
               Hugging Face hub
 
@@ -273,9 +279,10 @@ class MtpDrafter(HeadDrafter):
             CheckpointError: the folder cannot be used.
             PairingError: it is for another target.
         """
+        shape = parse_draft_tree(draft_tree, k=k)
         config, weights = load(checkpoint_path(path), target.config, target.options.dtype)
         kernels, options = target.backend.kernels, target.options
-        return cls(MtpHead(config, weights, shared=target.body.shared, kernels=kernels, options=options), target, k)
+        return cls(MtpHead(config, weights, shared=target.body.shared, kernels=kernels, options=options), target, shape)
 
     def cache_key(self) -> dict[str, object]:
         """Facts on which the drafter's graphs depend."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from paceline.core import tree
 from paceline.core.errors import ConfigurationError
 from paceline.core.types import DraftShape
 from paceline.decoder.models.config import ModelConfig
+from paceline.decoder.options import LoadOptions
 from paceline.heads.options import Wanted
 
 
@@ -16,8 +18,42 @@ class NoOptions:
     """A drafter without options but k."""
 
 
-def layerskip_shape(target: ModelConfig, wanted: Wanted, *, layers: int | None = None) -> DraftShape:
-    """Check the option of LayerSkip; return the shape of its drafts.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions(LoadOptions):
+    """Options of a draft model: those of loading it, and ``draft_tree``, as of `parse_draft_tree`."""
+
+    draft_tree: str = "chain"
+
+
+def parse_draft_tree(draft_tree: object, *, k: int, drawn: bool = False) -> DraftShape:
+    """Parse a draft tree: "chain", of ``k`` tokens, or "tree:PARENTS", with the parent of each node.
+
+    Raises:
+        ConfigurationError: it is neither, or ``drawn`` is set for a tree.
+    """
+    kind, _, parents = (draft_tree if isinstance(draft_tree, str) else "").partition(":")
+    if kind == "chain" and not parents:
+        return DraftShape.chain(k)
+    try:
+        numbers = tuple(int(part) for part in parents.split(","))
+    except ValueError:
+        numbers = ()
+    if kind != "tree" or not numbers:
+        raise ConfigurationError(
+            f"draft_tree: expected 'chain' or 'tree:PARENTS', e.g. tree:-1,-1,0,0, got {draft_tree!r}; correct it"
+        )
+    if drawn:
+        raise ConfigurationError(
+            "draft_tree: expected 'chain' for acceptor='reject', got a tree; use draft_tree='chain', or "
+            "acceptor='match', which is exact for trees too"
+        )
+    return tree.draft_shape(numbers)
+
+
+def layerskip_shape(
+    target: ModelConfig, wanted: Wanted, *, layers: int | None = None, draft_tree: str = "chain"
+) -> DraftShape:
+    """Check the options of LayerSkip; return the shape of its drafts. Errors also as in `parse_draft_tree`.
 
     layers  how many of the target's layers draft, from the first on; None: a quarter of them
 
@@ -30,7 +66,7 @@ def layerskip_shape(target: ModelConfig, wanted: Wanted, *, layers: int | None =
             f"layers: expected 1 to {target.num_layers - 1}, fewer than the target's {target.num_layers}, got "
             f"{asked}; correct it, or use another drafter"
         )
-    return DraftShape.chain(wanted.k)
+    return parse_draft_tree(draft_tree, k=wanted.k)
 
 
 def first_layers(target: ModelConfig) -> int:

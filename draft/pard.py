@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.errors import CheckpointError, ConfigurationError, UnknownArchitectureError
-from paceline.core.types import DraftKey, SamplingKind, SamplingTensors
+from paceline.core.types import DraftKey, DraftShape, SamplingKind, SamplingTensors
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.json_fields import Fields
 from paceline.decoder.options import MAX_WIDTH
@@ -48,9 +48,10 @@ def mask_token(config: Fields) -> int:
 
 
 class PardDrafter(ModelDrafter):
-    """Drafts chains of ``k`` tokens with a PARD decoder. ``mask``: id of its mask token; the rest as for a model.
+    """Drafts chains of ``k`` tokens with a PARD decoder, or static trees of the best tokens of each position.
 
-    Under a grammar's mask it drafts token by token, as any model.
+    ``mask``: id of its mask token; the rest as for a model. Under a grammar's mask it drafts chains token by token, as
+    any model.
 
     Raises:
         ConfigurationError: a number is out of range, or the decoder is for fewer tokens.
@@ -59,7 +60,7 @@ class PardDrafter(ModelDrafter):
     def __init__(
         self,
         decoder: CompiledDecoder,
-        k: int,
+        k: int | DraftShape,
         *,
         mask: int,
         vocabulary: VocabMap,
@@ -67,16 +68,18 @@ class PardDrafter(ModelDrafter):
         confidence_threshold: float = 0.0,
     ) -> None:
         super().__init__(decoder, k, vocabulary=vocabulary, drawn=drawn, confidence_threshold=confidence_threshold)
-        if 2 * k > MAX_WIDTH:
+        depth = self.draft_shape.depth
+        if 2 * depth > MAX_WIDTH:
             raise ConfigurationError(
-                f"k: expected at most {MAX_WIDTH // 2} for a PARD draft, whose window has 2 k rows, got {k}; lower k"
+                f"k: expected at most {MAX_WIDTH // 2} for a PARD draft, whose window has 2 k rows, got {depth}; "
+                "lower k"
             )
         self.mask = mask
 
     def step(self, bucket: int, kind: SamplingKind) -> nn.Module:
-        return PardStep(
-            self._model, self.draft_shape.num_draft_tokens, bucket, mask=self.mask, kept=self._kept, kind=kind
-        )
+        shape = self.draft_shape
+        kept = self._kept if shape.is_chain else Kept(parents=shape.parents or ())
+        return PardStep(self._model, shape.depth, bucket, mask=self.mask, kept=kept, kind=kind)
 
     def step_key(self, bucket: int) -> DraftKey:
         return DraftKey("pard", self.draft_shape, bucket, self._drawn, f"{self._variant}, mask {self.mask}")
@@ -89,6 +92,7 @@ class PardStep(nn.Module):
         super().__init__()
         self.head, self._k, self._bucket, self._mask = head, k, bucket, mask
         self._kept, self._kind = kept, kind
+        self.register_buffer("nodes", kept.nodes())
 
     def forward(
         self, tokens: Tensor, count: Tensor, first_row: Tensor, params: Tensor, seeds: Tensor
@@ -103,7 +107,7 @@ class PardStep(nn.Module):
         from_last = ((count - 1).unsqueeze(1) + ahead).to(torch.int64).unsqueeze(-1)
         hidden = hidden.gather(1, from_last.expand(-1, -1, hidden.shape[-1]))
         positions = (first_row + count).unsqueeze(1) + ahead
-        drafts = DraftedTokens(head.kernels, sampling, self._kept)
+        drafts = DraftedTokens(head.kernels, sampling, self._kept, nodes=self.get_buffer("nodes"))
         if self._kept.tokens_only:
             drafts.add(head.sample_tokens(hidden, positions, sampling))
         else:

@@ -11,8 +11,6 @@ Paceline.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
@@ -21,7 +19,7 @@ from paceline.core.errors import ConfigurationError
 from paceline.core.types import DraftShape, SamplingKind, SamplingTensors
 from paceline.decoder.kernels.protocol import Tree
 from paceline.decoder.parallel.vocab_part import topk
-from paceline.draft.heads import ChainStep, row_shift
+from paceline.draft.heads import ChainStep, LevelTree, row_shift
 from paceline.eagle.head import EagleHead, LastPair
 from paceline.eagle.network import Qkv
 
@@ -43,8 +41,7 @@ class Chain:
 class OnePassStep(nn.Module):
     """P-EAGLE: read a commit and draft ``k`` positions in one pass of the head; the drafts do not read each other.
 
-    ``drawn`` and ``kind`` as in `ChainStep`. ``ranks``: of every node of a tree, its depth and its rank among the
-    head's tokens at that position, from 1 and 0; None: the first of every position, a chain.
+    ``drawn`` and ``kind`` as in `ChainStep`. ``parents``: of a tree of the best tokens of each position; (): a chain.
     """
 
     def __init__(
@@ -55,13 +52,12 @@ class OnePassStep(nn.Module):
         *,
         kind: SamplingKind,
         drawn: bool = False,
-        ranks: Sequence[tuple[int, int]] | None = None,
+        parents: tuple[int, ...] = (),
     ) -> None:
         super().__init__()
         self.head, self._k, self._bucket, self._drawn, self._kind = head, k, bucket, drawn, kind
-        self._most = 0 if ranks is None else 1 + max(rank for _, rank in ranks)
-        index = [(depth - 1) * self._most + rank for depth, rank in ranks or ()]
-        self.register_buffer("index", torch.tensor(index, dtype=torch.int32))
+        self._most, nodes = tree.best_of_positions(parents) if parents else (0, [])
+        self.register_buffer("nodes", torch.tensor(nodes, dtype=torch.int32))
 
     def forward(
         self, tokens: Tensor, count: Tensor, first_row: Tensor, params: Tensor, seeds: Tensor, features: Tensor
@@ -77,7 +73,7 @@ class OnePassStep(nn.Module):
         positions = (first_row + count).unsqueeze(1) + ahead
         if self._most:
             tokens = head.rank_tokens(hidden, positions, sampling, count=self._most)[0]
-            return (tokens.flatten(1).index_select(1, self.get_buffer("index")),)
+            return (tokens.flatten(1).index_select(1, self.get_buffer("nodes")),)
         if not self._drawn:
             return (head.sample_tokens(hidden, positions, sampling),)
         logits = head.logits(hidden).contiguous()
@@ -110,56 +106,23 @@ class TreeStep(nn.Module):
         return drafts
 
 
-class StaticTree(nn.Module):
+class StaticTree(LevelTree):
     """A tree of fixed shape: child r of a node is the head's token of rank r."""
 
     def __init__(self, parents: tuple[int, ...]) -> None:
-        super().__init__()
-        self.draft_shape = tree.draft_shape(parents)
+        super().__init__(parents)
         self.name = f"tree {'.'.join(map(str, parents))}"
-        depths = (0, *tree.depths(parents))
-        inner = set(parents)
-        self.rows = len(inner)  # the root counts as one
-        rank = [parents[:node].count(parent) for node, parent in enumerate(parents)]
-        self._ranks = list(zip(depths[1:], rank, strict=True))
-        self._choices: list[int] = []
-        rows = {tree.ROOT: 0}  # rows in the frontier's window
-        above, order = [tree.ROOT], []
-        for level in range(1, self.draft_shape.depth + 1):
-            nodes = [n for n in range(len(parents)) if depths[n + 1] == level]
-            most = 1 + max(rank[n] for n in nodes)
-            self._choices.append(most)
-            self._fix(f"pick_{level}", [above.index(parents[n]) * most + rank[n] for n in nodes])
-            order += nodes
-            deeper = [n for n in nodes if n in inner]
-            self._fix(f"kept_{level}", [nodes.index(n) for n in deeper])
-            self._fix(f"owner_{level}", [above.index(parents[n]) for n in deeper])
-            self._fix(f"row_{level}", [rows[parents[n]] for n in deeper])
-            rows |= {n: len(rows) + i for i, n in enumerate(deeper)}
-            above = deeper
-        self._fix("order", [order.index(n) for n in range(len(parents))])
-
-    def _fix(self, name: str, values: list[int]) -> None:
-        self.register_buffer(name, torch.tensor(values, dtype=torch.int32))
 
     def step(self, head: EagleHead, bucket: int, kind: SamplingKind) -> nn.Module:
         """Return the step that drafts it, for rounds of a sampling mode."""
         if head.config.mask_token is not None:
-            return OnePassStep(head, self.draft_shape.depth, bucket, ranks=self._ranks, kind=kind)
+            return OnePassStep(head, self.draft_shape.depth, bucket, parents=self.parents, kind=kind)
         return TreeStep(head, self, bucket, kind=kind)
 
     def forward(self, head: EagleHead, root: LastPair, sampling: SamplingTensors, bucket: int) -> tuple[Tensor, ...]:
         """Grow the tree from its root -> drafts [B, N] int32."""
-        frontier, hidden, levels = TreeFrontier(head, root, bucket, sampling=sampling), root.hidden, []
-        for level, most in enumerate(self._choices, 1):
-            _, picks = best(head, hidden, most, sampling=sampling, positions=_positions(root, level))
-            tokens = picks.flatten(1).index_select(1, self.get_buffer(f"pick_{level}"))
-            levels.append(tokens)
-            if level < len(self._choices):
-                parent_rows, owner = (self.get_buffer(f"{name}_{level}") for name in ("kept", "owner"))
-                parents = self.get_buffer(f"row_{level}").expand(len(tokens), -1)
-                hidden = frontier.extend(tokens.index_select(1, parent_rows), hidden.index_select(1, owner), parents)
-        return (torch.cat(levels, 1).index_select(1, self.get_buffer("order")),)
+        frontier = TreeFrontier(head, root, bucket, sampling=sampling)
+        return (self.grown(head, root.hidden, frontier.extend, position=_positions(root), sampling=sampling),)
 
 
 class DynamicTree(nn.Module):

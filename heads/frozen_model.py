@@ -48,6 +48,35 @@ def transformers_model(path: str | os.PathLike[str], dtype: torch.dtype) -> Any:
     return kind.from_pretrained(None, config=config, state_dict=weights, dtype=dtype).eval()
 
 
+def check_trainable(path: str | os.PathLike[str], layers: tuple[int, ...]) -> None:
+    """Raise the CheckpointError of `FrozenTarget` for the family of a checkpoint, without reading its weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    place = checkpoint_path(path)
+    try:
+        keys: dict[str, Any] = read_config(place) if is_gguf(place) else {}
+        config = AutoConfig.for_model(**keys) if keys else AutoConfig.from_pretrained(place, local_files_only=True)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{place}: expected a checkpoint that transformers can load, got an error ({error}); correct the folder"
+        ) from error
+    _decoder_of(model, layers, where=place)
+
+
+def _decoder_of(model: Any, layers: tuple[int, ...], *, where: Path) -> Any:
+    """Return the network without its output layer; CheckpointError if heads cannot be trained on its states."""
+    decoder = model.get_decoder()
+    several = bool(layers) and hasattr(decoder, "altup_projections")  # states of a token, as in Gemma 3n
+    if several or not (hasattr(decoder, "norm") and hasattr(decoder, "layers")):
+        raise CheckpointError(
+            f"{where}: expected a target of one hidden state a token, with parts named as in Llama, to train "
+            f"heads for, got {model.config.model_type}; use heads that are trained, or another target"
+        )
+    return decoder
+
+
 _FORWARD = 8  # sequences per forward
 
 PRECISIONS = {"f32": torch.float32, "bf16": torch.bfloat16}
@@ -144,13 +173,7 @@ class FrozenTarget:
         halves = precision == "bf16" and torch.device(device).type == "cuda"
         model = transformers_model(folder, torch.bfloat16 if halves else torch.float32).to(device)
         model.requires_grad_(False)
-        decoder = model.get_decoder()
-        several = bool(layers) and hasattr(decoder, "altup_projections")  # states of a token, as in Gemma 3n
-        if several or not (hasattr(decoder, "norm") and hasattr(decoder, "layers")):
-            raise CheckpointError(
-                f"{folder}: expected a target of one hidden state a token, with parts named as in Llama, to train "
-                f"heads for, got {model.config.model_type}; use heads that are trained, or another target"
-            )
+        decoder = _decoder_of(model, layers, where=folder)
         self.model: Any = model
         self.layers, self.precision, self.device = layers, precision, device
         self.output = nn.Parameter(model.get_output_embeddings().weight.detach().float(), requires_grad=False)

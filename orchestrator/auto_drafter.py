@@ -23,6 +23,7 @@ from paceline.decoder.decoder import CompiledDecoder
 from paceline.draft.base import FunctionDrafter, NoDrafter
 from paceline.draft.choice import ChoiceDrafter, FallbackDrafter
 from paceline.draft.model import ModelDrafter
+from paceline.draft.options import parse_draft_tree
 from paceline.draft.pard import PardDrafter, mask_token
 from paceline.draft.vocab_map import VocabMap
 from paceline.draft_checks import check_depth, check_model_keys, make_rule, prepared, recognise, row_name
@@ -160,6 +161,7 @@ class _Makers:
         config, target, k = self.config, self.target, self._k(spec)
         self.decoders.append(decoder)
         between = vocab_compat.between(decoder, target, config.vocabulary)
+        shape = parse_draft_tree(dict(spec.options).get("draft_tree", "chain"), k=k, drawn=self.drawn)
         confidence = config.confidence_threshold
         if isinstance(between, VocabMap):
             make: Callable[..., ModelDrafter] = ModelDrafter
@@ -168,7 +170,9 @@ class _Makers:
             if known and (spec.name or recognise(str(folder))) == "pard":
                 assert folder is not None
                 make = partial(PardDrafter, mask=mask_token(read_config(folder)))
-            return make(decoder, k, vocabulary=between, drawn=self.drawn, confidence_threshold=confidence)
+            return make(decoder, shape, vocabulary=between, drawn=self.drawn, confidence_threshold=confidence)
+        if not shape.is_chain:
+            raise ConfigurationError("draft_tree: expected 'chain' for a draft with another tokenizer; omit it")
         from paceline.draft.retokenizing import RetokenizingDrafter
 
         eos = next(iter(target.config.eos_token_ids), None)

@@ -24,6 +24,7 @@ from paceline.decoder.options import LoadOptions, check_width
 from paceline.decoder.weights.folder import is_gguf
 from paceline.decoder.weights.hub import checkpoint_path
 from paceline.draft.dflash.config import is_dflash_config
+from paceline.draft.options import parse_draft_tree
 from paceline.draft_spec import CHOICE, DraftSpec, RuleSpec
 from paceline.eagle.config import is_eagle_config
 from paceline.heads.options import Wanted
@@ -41,7 +42,7 @@ def prepared(config: SpeculativeConfig, target: Target) -> SpeculativeConfig:
     """Return the checked configuration, with `Loadable`s in place of folders of draft models.
 
     Raises:
-        CheckpointError: a folder cannot be used.
+        CheckpointError: a folder cannot be used, or no head can learn for the target.
         PairingError: a draft model does not fit the target.
         ConfigurationError: an option is unknown or out of range, or parts do not fit together.
     """
@@ -59,6 +60,10 @@ def prepared(config: SpeculativeConfig, target: Target) -> SpeculativeConfig:
     checks = _Checks(config, target, rule)
     config = config.model_copy(update={"draft": tuple(map(checks.spec, config.draft))})
     check_model_keys(config, has_models=any(leaf.value is not None for leaf in config.leaves()))
+    if config.learn is not None and target.folder is not None:
+        from paceline.heads.frozen_model import check_trainable  # loads PyTorch and transformers
+
+        check_trainable(target.folder, (0,))
     return config
 
 
@@ -140,6 +145,7 @@ class _Checks:
     def _model(self, row: DrafterRow, spec: DraftSpec, options: dict[str, Any], *, k: int) -> DraftSpec:
         """Check a draft model, with the target's options where it has none."""
         path, target = str(spec.path), self.target.options
+        tree = options.pop("draft_tree", None)
         last = min(ModelConfig.from_pretrained(path).max_position_embeddings, target.n_positions)
         asked = target.load
         defaults: dict[str, Any] = {one.name: getattr(asked, one.name) for one in fields(asked)}
@@ -151,9 +157,10 @@ class _Checks:
             "modules_to_not_convert": (),
         }
         found = loadable(path, LoadOptions(**(defaults | options)))
-        self._check_shape(spec, DraftShape.chain(k))
+        shape = parse_draft_tree(tree or "chain", k=k, drawn=self.rule.draft_probs)
+        self._check_shape(spec, shape)
         vocab_compat.check(found, self.target, self.config.vocabulary)
-        return DraftSpec(row.name, k=spec.k, value=found)
+        return DraftSpec(row.name, k=spec.k, options=(("draft_tree", tree),) if tree else (), value=found)
 
     def _check_shape(self, spec: DraftSpec, shape: DraftShape | None) -> None:
         if shape is not None:

@@ -17,6 +17,7 @@ from paceline.core.types import DraftShape
 from paceline.decoder.json_fields import Fields
 from paceline.decoder.models.config import HARMLESS, NEUTRAL, STANDARD, ModelConfig
 from paceline.decoder.options import MAX_WIDTH
+from paceline.draft.options import parse_draft_tree
 from paceline.heads.layouts import HeadKeys, LayerSizes, MustBe, check_target, head_format, layer_ids, read_config
 from paceline.heads.options import Wanted
 
@@ -123,12 +124,17 @@ class DFlashConfig(LayerSizes):
             )
 
 
-def draft_shape(target: ModelConfig, wanted: Wanted, folder: Path, *, quantization: object = None) -> DraftShape:
+def draft_shape(
+    target: ModelConfig, wanted: Wanted, folder: Path, *, draft_tree: str = "chain", quantization: object = None
+) -> DraftShape:
     """Check the config.json and the options of a draft, which are those of `DFlashDrafter.from_pretrained`; return the
     shape of its drafts. Errors as in `parse`, and ConfigurationError for an option that is out of range.
     """
     head_format(quantization)
-    return DraftShape.chain(min(wanted.k, parse(read_config(folder), target).most))
+    config = parse(read_config(folder), target)
+    shape = parse_draft_tree(draft_tree, k=min(wanted.k, config.most), drawn=wanted.drawn)
+    config.check_k(shape.depth)
+    return shape
 
 
 _LAYER_KEYS = frozenset({"attention_bias", "use_sliding_window", "sliding_window", "layer_types", "max_window_layers"})

@@ -14,13 +14,14 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from paceline.core.errors import PairingError
-from paceline.core.types import DraftKey, SamplingKind
+from paceline.core.types import DraftKey, DraftShape, SamplingKind
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.weights.hub import checkpoint_path
 from paceline.draft.dflash.config import DFlashConfig, parse
 from paceline.draft.dflash.head import BlockStep, DFlashHead, Tables
 from paceline.draft.heads import HeadDrafter, Kept
+from paceline.draft.options import parse_draft_tree
 from paceline.heads import layouts
 from paceline.heads.checkpoint import as_dtype, check, drafted_ids, head_form, read, unless_equal
 from paceline.heads.layouts import read_config
@@ -71,16 +72,18 @@ def own_name(name: str) -> str | None:
 
 
 class DFlashDrafter(HeadDrafter):
-    """Drafts chains of ``k`` tokens with a DFlash head on a target's features. ``drawn``: sampled from the head's
-    probabilities, for `Reject`.
+    """Drafts with a DFlash head on a target's features.
+
+    k      drafted tokens of a chain, or the shape of a static tree, whose nodes are the best tokens of each position
+    drawn  sampled from the head's probabilities, for `Reject`
 
     Raises:
-        ConfigurationError: ``k`` is out of range.
+        ConfigurationError: ``k``, or the depth of the tree, is out of range.
     """
 
-    def __init__(self, head: DFlashHead, target: CompiledDecoder, k: int, *, drawn: bool = False) -> None:
-        head.config.check_k(k)
+    def __init__(self, head: DFlashHead, target: CompiledDecoder, k: int | DraftShape, *, drawn: bool = False) -> None:
         super().__init__(head, target, k)
+        head.config.check_k(self.draft_shape.depth)
         self.head: DFlashHead = head
         self._drawn = drawn
         self.max_positions = min(target.n_positions, head.config.max_position_embeddings)
@@ -93,6 +96,7 @@ class DFlashDrafter(HeadDrafter):
         k: int = 4,
         *,
         drawn: bool = False,
+        draft_tree: str = "chain",
         quantization: str | None = None,
     ) -> DFlashDrafter:
         """Load a head for ``target``, which shares its embedding and, unless the head has its own, its output layer.
@@ -100,6 +104,8 @@ class DFlashDrafter(HeadDrafter):
         path          folder in the layout of z-lab, DeepSpec, speculators or transformers, or an id of the Hugging Face
                       hub
         k             drafted tokens per round; fewer if the head drafts fewer
+        draft_tree    "chain", or "tree:PARENTS" with the parent of each node, -1 for the root; the children of a node
+                      are the best tokens of its position
         quantization  format of the layers' matrices, a `WeightFormat`'s name, or "amp": the target's ``amp``; default:
                       int8 over a target whose matrices are integers or blocks, else "amp"
 
@@ -129,11 +135,12 @@ class DFlashDrafter(HeadDrafter):
             options=target.options,
             form=head_form(target.body, quantization),
         )
-        return cls(head, target, min(k, config.most), drawn=drawn)
+        return cls(head, target, parse_draft_tree(draft_tree, k=min(k, config.most), drawn=drawn), drawn=drawn)
 
     def step(self, bucket: int, kind: SamplingKind) -> nn.Module:
         """Return the step that reads a commit and drafts."""
-        return BlockStep(self.head, self.draft_shape.num_draft_tokens, bucket, kept=Kept(self._drawn), kind=kind)
+        kept = Kept(self._drawn, parents=() if self.draft_shape.is_chain else self.draft_shape.parents or ())
+        return BlockStep(self.head, self.draft_shape.depth, bucket, kept=kept, kind=kind)
 
     def step_key(self, bucket: int) -> DraftKey:
         """Return the part of the graph key that identifies the step."""

@@ -355,6 +355,7 @@ class BlockStep(nn.Module):
     ) -> None:
         super().__init__()
         self.head, self._k, self._bucket, self._kept, self._kind = head, k, bucket, kept or Kept(), kind
+        self.register_buffer("nodes", self._kept.nodes())
 
     def forward(
         self, tokens: Tensor, count: Tensor, first_row: Tensor, params: Tensor, seeds: Tensor, features: Tensor
@@ -372,7 +373,7 @@ class BlockStep(nn.Module):
         hidden = head.block(block, window)[:, size - k :]
         ahead = torch.arange(k, dtype=torch.int32, device=tokens.device)
         positions = (first_row + count).unsqueeze(1) + ahead
-        drafts = DraftedTokens(head.kernels, sampling, self._kept)
+        drafts = DraftedTokens(head.kernels, sampling, self._kept, nodes=self.get_buffer("nodes"))
         head.choose(Choice(hidden.contiguous(), anchor, positions, drafts), head.real_rows(sampling, k))
         return drafts.outputs()
 

@@ -20,6 +20,7 @@ import torch
 
 from paceline import FunctionDrafter, MedusaDrafter, NgramDrafter, SpeculativeGenerator, TokenizerPair
 from paceline.auto import SamplingDecoder
+from paceline.core import tree
 from paceline.draft.choice import ChoiceDrafter
 from paceline.draft.layerskip import LayerSkipDrafter
 from paceline.draft.model import ModelDrafter
@@ -48,6 +49,7 @@ Depth = int | Sequence[int]
 
 SPAN = (0, 1, 2, 4, 8)
 BRANCHES = (-1, -1, 0, 0, 1, 2)
+TREE = f"tree:{','.join(map(str, BRANCHES))}"
 CHOICES = Choices.of([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
 
 
@@ -166,9 +168,15 @@ def _pard(home: Home, k: Depth) -> SpeculativeGenerator:
     return home.generator(PardDrafter(home.draft, deepest(k), mask=7, vocabulary=vocabulary), k)
 
 
-def _block(variant: str) -> Callable[[Home, Depth], SpeculativeGenerator]:
+def _pard_tree(home: Home, k: Depth) -> SpeculativeGenerator:
+    vocabulary = VocabMap(VOCABULARY, VOCABULARY)
+    return home.generator(PardDrafter(home.draft, tree.draft_shape(BRANCHES), mask=7, vocabulary=vocabulary), k)
+
+
+def _block(variant: str, draft_tree: str = "chain") -> Callable[[Home, Depth], SpeculativeGenerator]:
     def make(home: Home, k: Depth) -> SpeculativeGenerator:
-        return home.generator(block_head(home.folder / variant, home.target, variant, deepest(k)), k)
+        made = block_head(home.folder / variant, home.target, variant, deepest(k), draft_tree=draft_tree)
+        return home.generator(made, k)
 
     return make
 
@@ -201,6 +209,15 @@ def _eagle(
 
 def _mtp(home: Home, k: Depth) -> SpeculativeGenerator:
     return home.generator(mtp(home.target, deepest(k)), k)
+
+
+def _mtp_tree(home: Home, k: Depth) -> SpeculativeGenerator:
+    return home.generator(mtp(home.target, tree.draft_shape(BRANCHES)), k)
+
+
+def _model_tree(home: Home, k: Depth) -> SpeculativeGenerator:
+    vocabulary = VocabMap(VOCABULARY, VOCABULARY)
+    return home.generator(ModelDrafter(home.draft, tree.draft_shape(BRANCHES), vocabulary=vocabulary), k)
 
 
 def _mlp_speculator(home: Home, k: Depth) -> SpeculativeGenerator:
@@ -248,6 +265,7 @@ ROWS: dict[str, Row] = {
     "model, any width": Row("model", _given("draft", exact=False)),
     "model, in doubt": Row("model", _given("draft", confidence_threshold=0.3)),
     "PARD": Row("pard", _pard),
+    "PARD static tree": Row("pard", _pard_tree, depths=(3,)),
     "list: suffix, ngram, model": Row("fallback", _given(["suffix", "ngram", "draft"])),
     "list: model, function": Row("fallback", _given(["draft", again])),
     "choice: model, function, by speed": Row("choice", _choice("draft", again, shadow_every=3)),
@@ -274,10 +292,15 @@ ROWS: dict[str, Row] = {
     "DFlash": Row("dflash", _block("DFlash")),
     "DFlash 2": Row("dflash", _block("DFlash 2")),
     "DSpark": Row("dflash", _block("DSpark")),
+    "DFlash static tree": Row("dflash", _block("DFlash", TREE), depths=(3,)),
+    "DSpark static tree": Row("dflash", _block("DSpark", TREE), depths=(3,)),
     "MTP": Row("mtp", _mtp),
+    "MTP static tree": Row("mtp", _mtp_tree, depths=(3,)),
+    "model static tree": Row("model", _model_tree, depths=(3,)),
     "MLP speculator": Row("mlp_speculator", _mlp_speculator),
     "Gemma 4 assistant": Row("gemma4_assistant", _assistant),
     "LayerSkip": Row("layerskip", _layerskip),
+    "LayerSkip static tree": Row("layerskip", _given(f"layerskip:layers=1,draft_tree={TREE}"), depths=(3,)),
     "list: ngram, LayerSkip": Row(
         "fallback", lambda home, k: home.generator(["ngram", ("layerskip:layers=1", deepest(k))], k)
     ),

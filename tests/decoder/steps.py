@@ -140,6 +140,12 @@ def pard(body: ModelWithCache, reach: int, *, kind: SamplingKind = "full") -> nn
     return PardStep(ModelHead(body, SAME, body.options), NODES, reach, mask=7, kept=Kept(), kind=kind)
 
 
+def pard_tree(body: ModelWithCache, reach: int, *, kind: SamplingKind = "full") -> nn.Module:
+    """The same with the best tokens of each position."""
+    kept = Kept(parents=(-1, -1, 0))
+    return PardStep(ModelHead(body, SAME, body.options), NODES, reach, mask=7, kept=kept, kind=kind)
+
+
 def block(body: ModelWithCache, reach: int, *, variant: str, kind: SamplingKind = "full") -> nn.Module:
     """A random head that drafts a block, and the target."""
     told = fields(body, variant)
@@ -194,6 +200,7 @@ STEPS: dict[str, Callable[[ModelWithCache, int], nn.Module]] = {
     "draft, drawn": partial(draft, drawn=True),
     "draft, some known": some_known,
     "draft, PARD": pard,
+    "draft, PARD, static tree": pard_tree,
     "fused": fused,
     "plain": partial(AutoregressiveStep, steps=3, width=3),
     "fused medusa": medusa,

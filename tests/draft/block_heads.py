@@ -84,10 +84,12 @@ def write(folder: Path, told: dict[str, Any], made: dict[str, Tensor]) -> Path:
     return folder
 
 
-def drafter(folder: Path, target: SamplingDecoder, variant: str, k: int, **changes: object) -> DFlashDrafter:
+def drafter(
+    folder: Path, target: SamplingDecoder, variant: str, k: int, *, draft_tree: str = "chain", **changes: object
+) -> DFlashDrafter:
     """A drafter with a random head, through the disk."""
     told = fields(target, variant, **changes)
-    return DFlashDrafter.from_pretrained(write(folder, told, tensors(target, told)), target, k)
+    return DFlashDrafter.from_pretrained(write(folder, told, tensors(target, told)), target, k, draft_tree=draft_tree)
 
 
 Round = tuple[list[int], Tensor]

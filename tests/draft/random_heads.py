@@ -13,6 +13,7 @@ from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemm
 
 from paceline import SpeculativeGenerator
 from paceline.auto import SamplingDecoder
+from paceline.core.types import DraftShape
 from paceline.decoder.json_fields import Fields
 from paceline.decoder.models.config import ModelConfig
 from paceline.draft.gemma4_assistant import AssistantConfig, AssistantDrafter, AssistantHead, layers_of
@@ -45,7 +46,7 @@ def mtp_config(hidden_size: int, vocab_size: int, layout: MtpLayout = SPECULATOR
     return MtpConfig(layout, ModelConfig.from_fields(Fields(fields, "a random layer")))
 
 
-def mtp(target: SamplingDecoder, k: int, layout: MtpLayout = SPECULATORS) -> MtpDrafter:
+def mtp(target: SamplingDecoder, k: int | DraftShape, layout: MtpLayout = SPECULATORS) -> MtpDrafter:
     """A drafter with a random layer."""
     made = mtp_config(target.config.hidden_size, target.config.vocab_size, layout)
     weights = {name: x.to(target.options.dtype) for name, x in random_weights(made.shapes()).items()}

@@ -245,3 +245,47 @@ def test_other_tensor_names_and_harmless_tensors_are_accepted(workshop: Workshop
     one, two = (rounds(each, target, PROMPTS[0], 12)[1] for each in (plain, other))
     assert [drafts for drafts, _ in one] == [drafts for drafts, _ in two]
     assert replace(other.head.config, block_size=9).most == 8
+
+
+TREE = "tree:-1,-1,-1,0,0,1,3"
+
+
+@pytest.mark.parametrize("variant", ["DFlash", "DSpark"])
+def test_nodes_of_a_tree_are_the_best_tokens_of_each_position(workshop: Workshop, tmp_path: Path, variant: str) -> None:
+    """DSpark ranks a position by the first tokens of those before it, as in its chain."""
+    target = workshop.decoder(backend="eager", slots=1)
+    tree, chain = (
+        rounds(drafter(tmp_path / variant, target, variant, 3, draft_tree=form), target, [5, 17, 17, 90], 6)
+        for form in (TREE, "chain")
+    )
+    assert tree[0] == chain[0]
+    for tokens, logits in tree[1]:
+        best = logits.topk(3).indices.tolist()
+        assert tokens == [*best[0], best[1][0], best[1][1], best[1][0], best[2][0]]
+    assert torch.equal(tree[1][0][1], chain[1][0][1]) and tree[1][0][0][0] == chain[1][0][0][0]
+
+
+@pytest.mark.parametrize(
+    ("draft", "said"),
+    [
+        ("draft_tree=dynamic:6,3,3", "draft_tree: expected 'chain' or 'tree:PARENTS'"),
+        ("draft_tree=tree:0", "tree: expected -1"),
+        ("draft_tree=tree:-1,-1,k=3", "k: expected a draft depth of 1"),
+        (f"draft_tree=tree:{','.join(map(str, range(-1, 11)))}", "k: expected 1 to 8 for this DFlash head"),
+    ],
+)
+def test_a_tree_that_does_not_fit_is_refused_before_loading(
+    workshop: Workshop, tmp_path: Path, draft: str, said: str
+) -> None:
+    target = workshop.decoder(slots=1)
+    drafter(tmp_path, target, "DFlash", 3)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ConfigurationError, match=said):
+        SpeculativeGenerator(f"{tmp_path}:{draft}", target)
+
+
+def test_reject_is_for_chains(workshop: Workshop, tmp_path: Path) -> None:
+    target = workshop.decoder(slots=1)
+    drafter(tmp_path, target, "DFlash", 3)
+    with pytest.raises(ConfigurationError, match="draft_tree: expected 'chain' for acceptor='reject'"):
+        SpeculativeGenerator(f"{tmp_path}:draft_tree={TREE}", target, acceptor="reject")

@@ -47,6 +47,28 @@ def test_rounds_equal_those_of_transformers_early_exit(workshop: Workshop) -> No
     assert accepted[: len(expected)] == expected and 0 < sum(expected) < 3 * len(expected)
 
 
+@pytest.mark.parametrize("which", ["layerskip:layers=1,", "model"])
+def test_acceptance_of_a_tree_equals_a_simulation(workshop: Workshop, which: str) -> None:
+    """Child r of a node is the token of rank r after the node's path, by transformers' passes over whole texts."""
+    parents, ranks, target = (-1, -1, 0, 0, 1, 2), (0, 1, 0, 1, 0, 0), workshop.decoder(slots=1)
+    model = LlamaForCausalLM.from_pretrained(workshop.checkpoint("draft"), dtype=torch.float32).eval()
+    named = f"{workshop.checkpoint('draft')}:" if which == "model" else which
+    generator = SpeculativeGenerator(f"{named}draft_tree=tree:{','.join(map(str, parents))}", target)
+    text, accepted = rounds(generator, PROMPTS[0], 40)
+    wanted, begin = list[int](), len(PROMPTS[0]) + 1
+    while begin + 3 <= len(text):
+        paths: list[list[int]] = []
+        for parent, rank in zip(parents, ranks, strict=True):
+            path = [] if parent < 0 else paths[parent]
+            with torch.inference_mode():
+                best = model(torch.tensor([text[:begin] + path])).logits[0, -1].topk(2).indices.tolist()
+            paths.append([*path, best[rank]])
+        right = [len(path) for path in paths if path == text[begin : begin + len(path)]]
+        wanted.append(max([0, *right]))
+        begin += wanted[-1] + 1
+    assert accepted[: len(wanted)] == wanted and 0 < sum(wanted) < 3 * len(wanted)
+
+
 def test_layerskip_runs_a_quarter_of_the_layers_by_default(workshop: Workshop) -> None:
     target = workshop.decoder(slots=1)
     assert LayerSkipDrafter(2, target).layers == 1

@@ -124,3 +124,26 @@ def test_pard_keys_are_read_or_rejected_by_name(
     (tmp_path / "warp_model.bin").touch()
     with pytest.raises(UnknownArchitectureError, match="got warp_model"):
         mask_token(Fields(LLAMA, where))
+
+
+def test_acceptance_of_a_tree_equals_that_of_the_best_tokens_of_each_position(folder: Path, workshop: Workshop) -> None:
+    """Node by node: its token is the one of its rank at its position, by a pass over the whole text."""
+    parents, ranks, depths = (-1, -1, 0, 0, 1, 2), (0, 1, 0, 1, 0, 0), (0, 0, 1, 1, 1, 2)
+    target, model = workshop.decoder(slots=1), AutoModelForCausalLM.from_pretrained(folder).eval()
+    plain = texts(run(target, PROMPTS[:1], max_new_tokens=NEW))[0]
+    generator = SpeculativeGenerator(f"{folder}:draft_tree=tree:{','.join(map(str, parents))}", target)
+    found = [one.accepted for one in generator.stream(PROMPTS[:1], max_new_tokens=NEW)][1:]
+    assert texts(run(generator, PROMPTS[:1], max_new_tokens=NEW))[0] == plain
+    wanted, start = list[int](), len(PROMPTS[0]) + 1
+    while start < len(plain):
+        with torch.no_grad():
+            best = model(torch.tensor([plain[:start] + [MASK] * 2])).logits[0, -3:].topk(2).indices.tolist()
+        right, left = {-1}, min(3, len(plain) - start - 1)
+        for node, (parent, rank, depth) in enumerate(zip(parents, ranks, depths, strict=True)):
+            if parent in right and depth < left and best[depth][rank] == plain[start + depth]:
+                right.add(node)
+        wanted.append(max([0, *(depths[node] + 1 for node in right if node >= 0)]))
+        start += wanted[-1] + 1
+    assert found == wanted and sum(wanted)
+    with pytest.raises(ConfigurationError, match="confidence_threshold: expected 0 for a draft of trees"):
+        SpeculativeGenerator(f"{folder}:draft_tree=tree:-1,-1", target, confidence_threshold=0.5)

@@ -8,13 +8,16 @@ from time import sleep
 import pytest
 import torch
 
-from paceline import SpeculativeGenerator
+from paceline import SpeculativeConfig, SpeculativeGenerator
 from paceline.core.errors import CheckpointError, ConfigurationError, StorageError
+from paceline.decoder.options import LoadOptions
+from paceline.draft_checks import prepared
 from paceline.eagle import checkpoint, learning
 from paceline.eagle.drafter import EagleDrafter
 from paceline.eagle.learning import FinishedText, Learning, current_head
 from paceline.eagle.tree import Chain
 from paceline.heads.frozen_model import FrozenTarget
+from paceline.loadable import loadable
 from tests.decoder.tiny import VOCABULARY, Workshop
 from tests.eagle.heads import NEWER, config, random_head
 
@@ -165,6 +168,17 @@ def test_a_damaged_head_of_an_earlier_process_is_left_out(workshop: Workshop, tm
 def test_a_target_for_which_no_head_can_be_trained_is_refused(workshop: Workshop, kind: str) -> None:
     with pytest.raises(CheckpointError, match="to train heads for, got"):
         FrozenTarget(workshop.checkpoint(kind=kind), (0, 1))
+
+
+@pytest.mark.parametrize("kind", ["llama4", "gemma3n", "falcon new"])
+def test_learn_is_refused_for_such_a_target_before_a_head_is_loaded(
+    workshop: Workshop, tmp_path: Path, kind: str
+) -> None:
+    config = SpeculativeConfig(draft=str(save(tmp_path / "shipped", workshop)), k=2, learn=str(tmp_path / "w"))
+    assert prepared(config, loadable(workshop.checkpoint(), LoadOptions())).learn
+    with pytest.raises(CheckpointError, match="to train heads for, got"):
+        prepared(config, loadable(workshop.checkpoint(kind=kind), LoadOptions()))
+    assert not (tmp_path / "w").exists()
 
 
 @pytest.mark.full
