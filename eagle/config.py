@@ -429,7 +429,8 @@ class EagleTraining(DraftTraining):
         DraftTraining.__post_init__(self)  # `super()` does not work in a slotted dataclass
         if (self.ttt_steps is not None and self.ttt_steps < 1) or not 0 < self.ttt_decay <= 1:
             raise ConfigurationError(
-                "expected positive ttt_steps, and ttt_decay above 0 and at most 1, got other values; correct them"
+                "expected positive tokens and ttt_steps, and ttt_decay above 0 and at most 1, got other values; "
+                "correct them"
             )
         if not all(0 <= weight < math.inf for weight in (self.feature_weight, self.ce_weight, self.replay)):
             raise ConfigurationError(
