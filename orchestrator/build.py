@@ -148,7 +148,8 @@ class _Builder:
             predicted=self._predicted if predicts else None,
             fit=DraftFit(type(drafter).__name__, drafter.misfit_causes) if watched else None,
         )
-        shape = RoundShape(most, self.width, drafter.max_positions, target.kv_buckets, target.batch_buckets)
+        chunk, buckets = target.options.chunks[-1], (target.kv_buckets, target.batch_buckets)
+        shape = RoundShape(most, self.width, drafter.max_positions, *buckets, chunk)
         return Engine(self.slots, rounds, shape, target.read_prompts if config.prefix_caching else None)
 
     def _plan(self, length: int) -> RoundPlan:
