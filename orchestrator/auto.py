@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import CheckpointError
-from paceline.decoder import memory
+from paceline.decoder import environment, memory
 from paceline.decoder.backends.base import check_formats, make
 from paceline.decoder.backends.registry import BACKENDS
 from paceline.decoder.decoder import CompiledDecoder
@@ -183,9 +183,9 @@ def load(found: Loadable, progress: Progress | None = None) -> SamplingDecoder:
 @contextmanager
 def _few_threads(config: ModelConfig) -> Iterator[None]:
     """Load with one thread per `_A_THREAD` numbers: with small tensors, threads wait longer than they compute, and idle
-    ones spin.
+    ones spin. Afterwards `environment.threads` of them compute.
     """
-    usual = torch.get_num_threads()
+    usual = environment.threads(torch.get_num_threads())
     numbers = sum(prod(spec.shape) for spec in registry.family(config.model_type).tensors(config).values())
     torch.set_num_threads(min(usual, 1 + numbers // _A_THREAD))
     try:
