@@ -3,34 +3,37 @@
     python benchmarks/formats.py --shape 30m                        random weights: 30m, 110m or 1.1b
     python benchmarks/formats.py --shape 8x2 --formats bf16         a mixture of 8 experts, 2 a token; 128x8
     python benchmarks/formats.py --shape smollm2                    the fetched model
-    python benchmarks/formats.py --shape 1.1b --formats bf16 int8 --beside q8_0
+    python benchmarks/formats.py --shape 1.1b --formats bf16 int8 --llama DIR --beside q8_0
     python benchmarks/formats.py --shape tiny --repeats 3           seconds, to try it out
 
 decode[1], verify[5] and verify[9] are windows of 1, 5 and 9 rows behind 100 tokens of text, with the choice of their
 tokens; prefill is a prompt of 256 tokens. No token comes twice, so that the rows of a mixture choose experts of their
-own. llama.cpp's windows give logits of every row, its prompt of the last. All take turns; a figure is the median in
-milliseconds. transformers runs the same weights, its windows and prompt as llama.cpp's, with its own kind of cache; it
-takes every fourth turn only, for it needs the most time. ``read`` sums every word of the matrices that a token needs
-(of experts as many as it chooses), in order: the time to read them from memory. llama.cpp reads a GGUF file of the same
-shape with random weights, written here, through the package llama-cpp-python, with a thread for every core. Nothing
-else should run on the machine.
+own. All take turns; a figure is the median in milliseconds. transformers runs the same weights with its own kind of
+cache, its windows with logits of every row, its prompt with those of the last; it takes every fourth turn only, for it
+needs the most time. ``read`` sums every word of the matrices that a token needs (of experts as many as it chooses), in
+order: the time to read them from memory. llama.cpp's times are those of llama-bench (--llama; `make peers` builds it),
+on a GGUF file of the same shape with random weights, written here: its windows have logits of the last row only, and it
+takes every fourth turn too. Nothing else should run on the machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import json
+import os
 import statistics
+import subprocess
 import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from time import perf_counter, sleep
+from time import perf_counter
 from typing import Any
 
 import gguf
 import torch
-from common import llama_cpp, publish
+from common import publish
 from gguf_writer import write_gguf
 from shapes import POSITIONS, SHAPES, TEXT, distinct, random_model, window
 from torch import Tensor
@@ -49,8 +52,8 @@ FORMATS = ("bf16", "int8", "fp8_e4m3", "q8_0", "q4_0", "q4_1")
 BESIDE = ("bf16", "q8_0", "q4_1")
 TRANSFORMERS = {"bf16": torch.bfloat16, "f32": torch.float32}
 RIVALS = ("llama.cpp", "transformers")
-_SELDOM = 4  # of so many turns, transformers takes one
-_SETTLE_S = 0.02  # OpenMP's threads of the side before spin for up to 11 ms, on a core that the next one needs
+_SELDOM = 4  # of so many turns, slow sides take one
+_SETTLE_S = 0.02  # OpenMP's threads spin for up to 11 ms
 
 
 def ours(path: Path, form: str) -> Runs:
@@ -89,30 +92,16 @@ def _words(matrix: Tensor) -> Tensor:
     return flat[: len(flat) // 4 * 4].view(torch.int32)
 
 
-def of_llama_cpp(file: Path) -> Runs:
-    """The same measurements of llama.cpp. Its windows replace each other after one prompt."""
-    model = llama_cpp(file, POSITIONS, batch=POSITIONS)
-    vocabulary = model.n_vocab()
-
-    def step(tokens: list[int], at: int, *, every: bool) -> None:
-        # The package has no call that gives logits of some rows alone. A model frees its context when it is collected,
-        # so that it is the model that must be held.
-        context, batch = model._ctx, model._batch
-        context.kv_cache_seq_rm(-1, at, -1)
-        batch.set_batch(batch=tokens, n_past=at, logits_all=every)
-        context.decode(batch)
-        context.get_logits()  # waits for them
-
-    def rows(width: int) -> Callable[[], None]:
-        return lambda: step(distinct(width, vocabulary), TEXT, every=True)
-
-    def prefill() -> None:  # and leaves a text of which the windows see the beginning
-        step(distinct(PROMPT, vocabulary), 0, every=False)
-
-    prefill()
-    runs: Runs = {f"verify{width}": rows(width) for width in WINDOWS}
-    runs["decode1"] = runs.pop("verify1")
-    return {**runs, "prefill": prefill}
+def of_llama_cpp(program: Path, file: Path) -> dict[str, float]:
+    """Milliseconds of the same calls, as llama-bench reports them."""
+    calls = {"decode1": ("-p", "0", "-n", "32", "-d", str(TEXT)), "prefill": ("-p", str(PROMPT), "-n", "0")}
+    calls |= {f"verify{width}": ("-p", str(width), "-n", "0", "-d", str(TEXT)) for width in WINDOWS[1:]}
+    found = {}
+    for call, asked in calls.items():
+        command = [str(program), "-m", str(file), "-t", str(os.cpu_count()), "-o", "json", *asked]
+        (row,) = json.loads(subprocess.check_output(command))
+        found[call] = row["avg_ns"] / 1e6 / max(1, row["n_gen"])
+    return found
 
 
 def of_transformers(model: Any) -> Runs:
@@ -141,30 +130,44 @@ def of_transformers(model: Any) -> Runs:
     return {**runs, "prefill": prefill}
 
 
-def in_turns(sides: dict[str, Runs], repeats: int, seconds: float) -> dict[str, dict[str, float]]:
+def in_turns(
+    sides: dict[str, Runs], whole: dict[str, Callable[[], dict[str, float]]], repeats: int, seconds: float
+) -> dict[str, dict[str, float]]:
     """Median milliseconds by side and call. Every call takes its turn until the time is over, three times at least, and
-    one more that does not count; those of transformers come seldom, and once at least.
+    one more that does not count. Sides that time all their calls at once, and transformers, come seldom.
     """
     times: dict[str, dict[str, list[float]]] = {name: {call: [] for call in runs} for name, runs in sides.items()}
     end = perf_counter() + seconds
     for turn in range(repeats + 1):
         if turn > 3 and perf_counter() > end:
             break
+        seldom = turn > 1 and turn % _SELDOM != 1
         for call in ("prefill", "read", "decode1", *(f"verify{width}" for width in WINDOWS[1:])):
-            # Short calls come several times, so that what the one before left in the caches counts for little.
             for name, runs in sides.items():
-                if call not in runs or (name.startswith("transformers") and turn > 1 and turn % _SELDOM != 1):
+                if call not in runs or (seldom and name.startswith("transformers")):
                     continue
-                sleep(_SETTLE_S)
-                for again in range(1 if call == "prefill" else 5):
+                _settle(runs[call])
+                for _ in range(1 if call == "prefill" else 4):
                     begin = perf_counter()
                     runs[call]()
-                    if turn and (again or call == "prefill"):
+                    if turn:
                         times[name][call].append(1e3 * (perf_counter() - begin))
+        for name, run in whole.items():
+            if turn and not seldom:
+                for call, one in run().items():
+                    times.setdefault(name, {}).setdefault(call, []).append(one)
     return {
         name: {call: round(statistics.median(found), 3) for call, found in calls.items() if found}
         for name, calls in times.items()
     }
+
+
+def _settle(run: Callable[[], object]) -> None:
+    """Run a call without timing it until the threads of the side before sleep and its own are awake."""
+    end = perf_counter() + _SETTLE_S
+    run()
+    while perf_counter() < end:
+        run()
 
 
 def ratios(times: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
@@ -189,6 +192,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=[*SHAPES, "smollm2"], default="30m")
     parser.add_argument("--formats", nargs="*", choices=FORMATS, default=["bf16", "int8", "q4_1"])
+    parser.add_argument("--llama", type=Path, help="folder of llama-bench")
     parser.add_argument("--beside", nargs="*", choices=BESIDE, default=list(BESIDE), help="llama.cpp's formats")
     parser.add_argument("--transformers", nargs="*", choices=TRANSFORMERS, default=list(TRANSFORMERS), help="its types")
     parser.add_argument("--repeats", type=int, default=40)
@@ -203,17 +207,18 @@ def main() -> None:
             path = folder / "model"
             model = random_model(SHAPES[options.shape], path)
         sides: dict[str, Runs] = {}
-        for form in options.beside:
+        whole: dict[str, Callable[[], dict[str, float]]] = {}
+        for form in options.beside if options.llama is not None else ():
             file = folder / f"{form}.gguf"
             kind = {"bf16": "BF16", "q8_0": "Q8_0", "q4_1": "Q4_1"}[form]
             write_gguf(file, model, gguf.GGMLQuantizationType[kind])
-            sides[f"llama.cpp {form}"] = of_llama_cpp(file)
+            whole[f"llama.cpp {form}"] = partial(of_llama_cpp, options.llama / "llama-bench", file)
         for form in options.transformers:
             sides[f"transformers {form}"] = of_transformers(copy.deepcopy(model).to(TRANSFORMERS[form]).eval())
         del model
         for form in options.formats:
             sides[form] = ours(path, form)
-        times = in_turns(sides, options.repeats, options.seconds)
+        times = in_turns(sides, whole, options.repeats, options.seconds)
     # int8's rival is llama.cpp's format of 8 bits.
     compared = {**times, **({"llama.cpp int8": times["llama.cpp q8_0"]} if "llama.cpp q8_0" in times else {})}
     found = ratios(compared)

@@ -2,14 +2,14 @@
 
     python benchmarks/modes.py benchmarks/experiments/modes.yaml                   greedy
     python benchmarks/modes.py benchmarks/experiments/modes.yaml --temperature 1   sampled
-    python benchmarks/modes.py benchmarks/experiments/chat.yaml --beside transformers llama.cpp
+    python benchmarks/modes.py benchmarks/experiments/chat.yaml --transformers
     python benchmarks/modes.py benchmarks/experiments/modes.yaml --tiny            seconds: to try it out
     python benchmarks/modes.py benchmarks/experiments/adaptive.yaml --turns        drafters in turns, by batch size
     python benchmarks/modes.py benchmarks/experiments/adaptive.yaml --turns half   every other prompt suits no draft
 
 Every drafter takes turns with plain decoding on every prompt; a figure is the median of the repeats. Texts are compared
 with those of plain decoding: one that has other tokens is counted. Nothing else should run on the machine. Making
-graphs is not measured. llama.cpp reads the GGUF file that was fetched, through the package llama-cpp-python.
+graphs is not measured. Other programs: benchmarks/peers.py.
 
 With ``--turns`` all drafters of a batch size and a sampling take turns on one batch, and the one called auto is
 compared with plain decoding and the best of the others. ``half``: every other prompt is random ids.
@@ -26,46 +26,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import llama_cpp, publish
+from common import publish
 
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.weights.hub import checkpoint_path
-from paceline.experiments.bench import PLAIN, Engine, figures, run_cells, run_engine, transformers_engine
+from paceline.experiments.bench import PLAIN, figures, run_cells, run_engine, transformers_engine
 from paceline.experiments.config import Cell, ExperimentConfig, SamplingEntry, cells, load_config
 from paceline.experiments.measure import Bench, run_group
 from paceline.experiments.prompts import Prompts, load_prompts
 from paceline.experiments.store import Row
 from paceline.heads.frozen_model import transformers_model
 from paceline.text.tokenizer import load_tokenizer
-
-
-def of_llama_cpp(path: Path, new: int, positions: int) -> tuple[str, Engine]:
-    """llama.cpp with the GGUF file itself."""
-    (file,) = path.glob("*.gguf")
-    model = llama_cpp(file, positions)
-
-    def run(row: list[int]) -> list[int]:
-        model.reset()
-        made: list[int] = []
-        for token in model.generate(row, temp=0.0, repeat_penalty=1.0, top_k=1, reset=True):
-            made.append(token)
-            if len(made) == new or token == model.token_eos():
-                break
-        return made
-
-    return f"llama.cpp {file.stem.rpartition('.')[2]}", run
-
-
-def beside(names: Sequence[str], config: ExperimentConfig, prompts: Prompts) -> Mapping[str, Engine]:
-    """Other engines by their names."""
-    path, new = checkpoint_path(config.targets[0].path), config.max_new_tokens
-    found: dict[str, Engine] = {}
-    if "transformers" in names:
-        found["transformers bf16"] = transformers_engine(transformers_model(path, torch.bfloat16), None, new)
-    if "llama.cpp" in names:
-        name, engine = of_llama_cpp(path, new, max(len(row.ids) for row in prompts.rows) + new)
-        found[name] = engine
-    return found
 
 
 def by_category(found: Mapping[str, Sequence[Row]]) -> dict[str, object]:
@@ -115,7 +86,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("experiment", type=Path, help="with a drafter called plain, one target and one set of prompts")
-    parser.add_argument("--beside", nargs="*", choices=("transformers", "llama.cpp"), default=())
+    parser.add_argument("--transformers", action="store_true", help="also its `generate`, in bf16")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--quantization", help="format of the weights of target and draft; default bf16")
     parser.add_argument("--kv-cache-dtype", help="format of their keys and values; default bf16")
@@ -142,8 +113,9 @@ def main() -> None:
         publish({**formats, "turns": options.turns, "cells": in_turns(config, prompts, half=options.turns == "half")})
         return
     found = run_cells(config, prompts)
-    for name, engine in beside(options.beside, config, prompts).items():
-        found[name] = run_engine(engine, prompts, found[PLAIN])
+    if options.transformers:
+        engine = transformers_engine(transformers_model(path, torch.bfloat16), None, config.max_new_tokens)
+        found["transformers bf16"] = run_engine(engine, prompts, found[PLAIN])
     report = {"prompts": len(prompts.rows), "new_tokens": config.max_new_tokens, "temperature": options.temperature}
     modes = {name: figures(rows) for name, rows in found.items()}
     publish({**report, **formats, "modes": modes, "categories": by_category(found)})

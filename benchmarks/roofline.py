@@ -108,7 +108,7 @@ def attention(library: ctypes.CDLL, name: str, megabytes: int) -> Kernel:
         sizes = torch.tensor([1, rows, HEADS, GROUPS, WIDTH, POSITIONS, 0])
         for at in range(0, len(caches), 2):
             place = (*caches[at : at + 2], out, first, count, zero, None, sizes)
-            call(library.paceline_attend, q, k, v, *place, code, 0, 0.0, None)
+            call(library.paceline_attend, q, k, v, *place, code, 0, 0.0, None, None)
 
     return Kernel(run, caches, len(caches) * HEADS * POSITIONS * WIDTH, 0)
 

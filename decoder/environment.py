@@ -5,6 +5,7 @@ Variables of workers and their cores are in `paceline.placement.host.environment
 
 PACELINE_CACHE  folder of CPU kernels, Neuron's graphs and fetched models; default ~/.cache/paceline
 CXX             the C++ compiler; default g++
+OMP_NUM_THREADS threads of the CPU kernels; default: the physical cores of the process's affinity
 
 Read by the Hugging Face hub client if a model is given by its id:
 
@@ -44,6 +45,19 @@ def compiler() -> str:
 def cores() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def threads(usual: int, topology: Path = Path("/sys/devices/system/cpu")) -> int:
+    """Return the number of threads for CPU kernels: the physical cores, if ``usual``, OpenMP's number, is that of all
+    hardware threads and OMP_NUM_THREADS does not set it. The threads of a core share its arithmetic and its caches.
+    """
+    if usual != cores() or "OMP_NUM_THREADS" in os.environ or not hasattr(os, "sched_getaffinity"):
+        return usual
+    siblings = (topology / f"cpu{one}" / "topology" / "thread_siblings_list" for one in os.sched_getaffinity(0))
+    try:
+        return len({path.read_text() for path in siblings})
+    except OSError:
+        return usual
 
 
 def with_variables(variables: dict[str, str]) -> dict[str, str]:

@@ -17,7 +17,7 @@ from paceline.core.acceptance.base import AcceptanceRule, keeps_tokens
 from paceline.core.errors import ConfigurationError
 from paceline.core.protocols import Drafter, TraceableDrafter
 from paceline.core.types import DraftShape
-from paceline.decoder import memory
+from paceline.decoder import environment, memory
 from paceline.decoder.backends.base import check_formats, make
 from paceline.decoder.backends.registry import BACKENDS
 from paceline.decoder.decoder import CompiledDecoder, ModelWithCache
@@ -77,9 +77,9 @@ def load(found: Loadable, progress: Progress | None = None, *, kind: type[Decode
 @contextmanager
 def _few_threads(config: ModelConfig) -> Iterator[None]:
     """Load with one thread per `_A_THREAD` numbers: with small tensors, threads wait longer than they compute, and idle
-    ones spin.
+    ones spin. Afterwards `environment.threads` of them compute.
     """
-    usual = torch.get_num_threads()
+    usual = environment.threads(torch.get_num_threads())
     numbers = sum(prod(spec.shape) for spec in registry.family(config.model_type).tensors(config).values())
     torch.set_num_threads(min(usual, 1 + numbers // _A_THREAD))
     try:
@@ -207,7 +207,8 @@ class _Builder:
             predicted=self._predicted if predicts else None,
             fit=DraftFit(type(drafter).__name__, drafter.misfit_causes) if watched else None,
         )
-        shape = RoundShape(most, self.width, drafter.max_positions, target.kv_buckets, target.batch_buckets)
+        chunk, buckets = target.options.chunks[-1], (target.kv_buckets, target.batch_buckets)
+        shape = RoundShape(most, self.width, drafter.max_positions, *buckets, chunk)
         return Engine(self.slots, rounds, shape, target.prefix_cache if config.prefix_caching else None)
 
     def _plan(self, length: int) -> RoundPlan:

@@ -66,7 +66,7 @@ def chat(axes: Any, shown: Shown) -> None:
     speeds = {name: figures["tokens_per_second"] for name, figures in shown["chat"]["modes"].items()}
     names = fastest(speeds)
     for place, name in enumerate(names):
-        theirs = name.startswith(("transformers", "llama.cpp"))
+        theirs = name.startswith("transformers")
         axes.barh(place, speeds[name], color=PLAIN if theirs or name == "plain" else GAIN)
         axes.text(speeds[name] + 1, place, f"{speeds[name]:.0f}", va="center", color=INK, fontsize=9)
     axes.set_yticks(range(len(names)), [label(name) for name in names])

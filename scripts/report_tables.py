@@ -49,7 +49,6 @@ def label(mode: str) -> str:
         "medusa": f"Medusa, tree of {how.removeprefix('tree-')}",
         "eagle3": f"EAGLE-3, k = {size}" if shape == "chain" else f"EAGLE-3, dynamic tree {size}",
         "transformers": f"{mode}, no speculation",
-        "llama.cpp": f"{mode}, no speculation",
     }
     return names.get(kind, mode)
 

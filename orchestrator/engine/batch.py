@@ -43,6 +43,7 @@ class RoundShape:
     max_positions  positions that the drafter can follow; None = all
     kv_buckets     lengths of the target's cache, ascending; the rows of a round never cross the end of a bucket
     batch_buckets  possible numbers of slots of a round, ascending: the first ones; () = always all
+    chunk          tokens of the target's longest chunk of a prompt; 0: no prompts are read together
     """
 
     max_accept: int
@@ -50,6 +51,7 @@ class RoundShape:
     max_positions: int | None = None
     kv_buckets: tuple[int, ...] = ()
     batch_buckets: tuple[int, ...] = ()
+    chunk: int = 0
 
 
 MAX_CONSECUTIVE_ROUNDS = 32

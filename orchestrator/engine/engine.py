@@ -18,13 +18,16 @@ from paceline.engine.request import Request
 from paceline.engine.rounds import Rounds
 from paceline.outputs import RequestOutput, Statistics
 
+PASS_TOKENS = 16
+"""Tokens that a shorter prompt counts for: it reads all weights."""
+
 
 class RequestQueue(Protocol):
     """Waiting requests. Asked between rounds, in the thread that runs them."""
 
     @property
     def paced(self) -> bool:
-        """Whether a caller waits for every token, and may abort. Then one chunk is prefilled between two rounds."""
+        """Whether a caller waits for every token, and may abort: at most a chunk is prefilled between two rounds."""
 
     def pop(self) -> Request | None:
         """The next request that waits for a slot, or None. Its index is like no other's in this run."""
@@ -82,8 +85,8 @@ class Engine:
         call of the rounds, for all requests; at most one output per request and round.
 
         A step may be empty, after a chunk of a prompt. The queue is polled between any two steps. If it is ``paced``,
-        one chunk of one prompt is prefilled between two rounds, so that a request in a slot never waits longer than a
-        chunk and a round; otherwise all free slots are filled first.
+        one chunk of one prompt is prefilled between two rounds, or short prompts of a chunk together, so that a request
+        in a slot never waits longer than a chunk and a round; otherwise all free slots are filled first.
 
         ``statistics`` are up to date at every step. The consumer's time, between two steps, is not counted.
         """
@@ -126,11 +129,12 @@ class Engine:
             self._finish_requests(batch)
 
     def _read_prompts(self, queue: RequestQueue, batch: Batch, statistics: Statistics) -> list[RequestOutput] | None:
-        """Prefill a chunk of one prompt if the queue is paced, otherwise prompts for all free slots.
+        """Prefill a chunk of one prompt, or of several, if the queue is paced; otherwise prompts for all free slots.
 
         -> outputs of the prompts that were read to their end; None: there is no prompt
         """
         outputs: list[RequestOutput] | None = None
+        tokens = 0
         for _ in batch.slots:  # no more: if sequences finish at once there is always a free slot
             if batch.reading is None:
                 request = queue.pop() if len(batch.active) < len(batch.slots) else None
@@ -140,7 +144,13 @@ class Engine:
                 slot = free[0] if self.kept is None else self.kept.choose(request.prompt, free)
                 seated = batch.seat(slot, request)  # before the round is selected by the needs of the request
                 batch.reading = slot, self.rounds.start(slot, request.prompt, seated.sampling)
-            (slot, reading), begin, outputs = batch.reading, perf_counter(), outputs or []
+            (slot, reading), begin = batch.reading, perf_counter()
+            reader = batch.slots[slot]
+            assert reader is not None, "it keeps its slot"
+            tokens += max(PASS_TOKENS, reader.prompt_length)
+            if outputs is not None and queue.paced and tokens > self.shape.chunk:
+                break  # it is read after the next round
+            outputs = outputs or []
             first: PrefillResult | None = None
             try:
                 next(reading)
@@ -153,7 +163,7 @@ class Engine:
                 cached = None if self.kept is None else self.kept.shared(slot)
                 outputs.append(batch.join(slot, first, cached=cached))
                 self._finish_requests(batch)  # the sequence may have finished with its first token
-            if queue.paced:
+            if queue.paced and first is None:
                 break
         return outputs
 

@@ -212,3 +212,20 @@ def test_files_are_compiled_in_parallel_longest_first(tmp_path: Path, monkeypatc
     assert log.read_text().split() == ["long.cpp", "middle.cpp", "short.cpp"]
     assert shares == [(1, 9 / 13), (2, 12 / 13), (3, 1)]
     assert ctypes.CDLL(str(made)).is_middle() == 1 and sorted(one.suffix for one in tmp_path.glob("three*")) == [".so"]
+
+
+@pytest.mark.parametrize(("usual", "asked", "found"), [(4, None, 2), (3, None, 3), (4, "4", 4)])
+def test_kernels_take_the_physical_cores_of_the_affinity(
+    usual: int, asked: str | None, found: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four hardware threads of two cores, unless the process or OMP_NUM_THREADS has set another number."""
+    for one in range(8):
+        folder = tmp_path / f"cpu{one}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(f"{one % 4},{one % 4 + 4}\n")
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 4, 5}, raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    assert environment.threads(usual, tmp_path) == found
+    assert environment.threads(4, tmp_path / "absent") == 4

@@ -125,6 +125,26 @@ def test_a_running_stream_never_waits_longer_than_a_chunk_and_a_round(mode: str)
         assert times[place][0] <= longest
 
 
+def test_short_prompts_are_read_together_within_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight prompts of five tokens come while a stream runs: three fit a chunk of 16, the next waits for a round."""
+    monkeypatch.setattr("paceline.engine.engine.PASS_TOKENS", 4)
+    made, clock = Checked(None, TableDecoder(TARGET, slots=9, kv_buckets=(256,))), Clock()
+    prompts = [prompt(5, i) for i in range(9)]
+    requests = asked(made, prompts, max_new_tokens=40)
+    queue = Arrivals([(0.0, requests[0]), *((1.0, one) for one in requests[1:])], clock)
+    first, texts = list[list[int]](), [list[int]() for _ in prompts]
+    for step in made.steps(queue):
+        clock.now += 1.0
+        begun = [output.index for output in step if not texts[output.index]]
+        first += [begun] if begun else []
+        for output in step:
+            texts[output.index] += output.tokens
+    assert first == [[0], [1, 2, 3], [4, 5, 6], [7, 8]]
+    for own, text in zip(prompts, texts, strict=True):
+        alone = SpeculativeGenerator(None, TableDecoder(TARGET, kv_buckets=(256,)))
+        assert text == alone.sample([own], max_new_tokens=40)[0, 5:].tolist()
+
+
 def test_an_aborted_prompt_leaves_its_slot_between_two_chunks() -> None:
     clock, target = Clock(), TableDecoder(TARGET, slots=1, kv_buckets=(256,))
     made = Checked(drafts(1), target)
