@@ -284,8 +284,9 @@ def test_numbers_of_the_metadata_are_tensors(tmp_path: Path) -> None:
     for beta in (0.5, 0.7):
         path = tmp_path / f"{beta}.gguf"
         writer = gguf.GGUFWriter(path, "apertus")
-        for key in ("embedding_length", "attention.head_count", "block_count", "feed_forward_length", "vocab_size"):
-            writer.add_uint32(f"apertus.{key}", 2)
+        for key in ("embedding_length", "block_count", "feed_forward_length", "vocab_size"):
+            writer.add_uint32(f"apertus.{key}", 4)
+        writer.add_uint32("apertus.attention.head_count", 2)
         writer.add_uint32("apertus.context_length", 64)
         writer.add_float32("apertus.attention.layer_norm_rms_epsilon", 1e-5)
         writer.add_array("xielu.alpha_p", [0.25, 0.5])

@@ -100,10 +100,6 @@ CASES: dict[str, Case] = {
     "mistral": Case("mistral", {**_SIZES, "sliding_window": None}),
     "mixtral": Case("mixtral", {**_SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "qwen2": Case("qwen2", _SIZES),
-    "qwen3moe fused": Case(
-        "qwen3_moe", {**_WIDE, **_EXPERTS, "norm_topk_prob": True},
-        options=("--outtype", "f32", "--fuse-gate-up-exps"),
-    ),
     "qwen2 fused": Case("qwen2", _SIZES, options=("--outtype", "f32", "--fuse-qkv")),
     "qwen2moe": Case("qwen2_moe", {**_SIZES, **_EXPERTS, "shared_expert_intermediate_size": 32}),
     "qwen3": Case("qwen3", _WIDE),
