@@ -49,24 +49,26 @@ def check_cache(shard: Shard, options: DecoderOptions, room: int) -> None:
         )
 
 
+_SPARE, _TABLES = 8, 16
+"""The share of the memory for everything else; bytes of the tables for each dimension of a head."""
 _FEWEST = 2048  # positions: with less room than for these, loading fails
 
 
 def fitting_options(shard: Shard, load: LoadOptions, room: int) -> DecoderOptions:
-    """Complete options that name no length: with the model's own, or half of it, and so on, until keys and values fit
-    into ``room`` bytes next to the weights.
+    """Complete options that name no length: with the model's own, or half of it, and so on, until keys and values and
+    the tables of rotations fit into ``room`` bytes next to the weights, with an eighth to spare.
     """
     config = shard.config
     trained = positions = config.max_position_embeddings
     numbers = sum(prod(spec.shape) for spec in registry.family(config.model_type).tensors(config).values())
-    room -= numbers * (1 if load.quantization else 4 if load.amp == "f32" else 2)
+    room -= room // _SPARE + numbers * (1 if load.quantization else 4 if load.amp == "f32" else 2)
     options = decoder_options(load, trained, shard.layout)
-    while cache_bytes(shard, options) > room and positions // 2 >= _FEWEST:
+    while cache_bytes(shard, options) + positions * config.head_dim * _TABLES > room and positions // 2 >= _FEWEST:
         positions //= 2
         options = decoder_options(replace(load, n_positions=positions), trained, shard.layout)
     if positions < trained:
         log.warning(
-            "keys and values of all %d positions of the model do not fit into this machine's memory: loaded for %d; "
+            "all %d positions of the model do not fit into this machine's memory: loaded for %d; "
             "name another length with n_positions",
             trained,
             positions,

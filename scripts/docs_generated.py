@@ -65,13 +65,14 @@ def neuron_config_keys() -> str:
 
 
 def families() -> str:
-    """Model families with the GGUF architectures and the quantised checkpoints that are read as them."""
+    """Model families with the GGUF architectures and quantised checkpoints read as them, and the heads that draft."""
     rows = [
-        f"| `{one['name']}` | {one['summary']} | {one['gguf'] or 'no'} | {one['quantised']} |"
+        f"| `{one['name']}` | {one['summary']} | {one['gguf'] or 'no'} | {one['quantised']} | {one['heads']} |"
         for one in registry_tables()["model families"]
     ]
-    head = "| `model_type` | models | GGUF architecture | [quantised](quantization.md#load-a-quantised-checkpoint) |"
-    return "\n".join([head, "|---|---|---|---|", *rows])
+    head = "| `model_type` | models | GGUF architecture | [quantised](quantization.md#load-a-quantised-checkpoint) | \
+heads |"
+    return "\n".join([head, "|---|---|---|---|---|", *rows])
 
 
 def layouts() -> str:

@@ -8,67 +8,15 @@ Meanings follow llama.cpp's converter and its graphs: https://github.com/ggml-or
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from statistics import NormalDist
 
 from paceline.core.errors import UnknownArchitectureError
 from paceline.decoder.gguf.header import GgufHeader
-from paceline.decoder.json_fields import Fields
+from paceline.decoder.gguf.keys import FACTORS, Keys
 from paceline.decoder.models import registry
 from paceline.decoder.models.family import Family
-
-FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
-"""Divisors of rotary frequencies [rotated / 2]: Llama 3.1's scaling, and longrope's for short and for long texts."""
-
-
-@dataclass(frozen=True, slots=True)
-class Keys:
-    """Metadata under the key prefix of an architecture."""
-
-    header: GgufHeader
-    prefix: str
-
-    @property
-    def fields(self) -> Fields:
-        return self.header.fields
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        return self.fields.integer(f"{self.prefix}.{key}", default)
-
-    def whole(self, key: str) -> int:
-        """Return a non-negative integer; 0 if the key is absent."""
-        return self.fields.integer(f"{self.prefix}.{key}", 0, minimum=0)
-
-    def unless_zero(self, key: str, default: float | None) -> float | None:
-        """A number, or the default where it is missing or 0, as llama.cpp has it for some."""
-        return self.number(key) if self.get(key) else default
-
-    def number(self, key: str, default: float | None = None) -> float:
-        return _decimal(self.fields.number(f"{self.prefix}.{key}", default))
-
-    def flag(self, key: str, default: bool) -> bool:
-        return self.fields.flag(f"{self.prefix}.{key}", default)
-
-    def get(self, key: str) -> object:
-        """The value as it is; None: there is none."""
-        return self.header.metadata.get(f"{self.prefix}.{key}")
-
-    def holds(self, tensor: str) -> bool:
-        """Whether the file has a tensor of that name."""
-        return tensor in self.header.tensors
-
-    @property
-    def head_dim(self) -> int:
-        return self.integer("attention.key_length", max(1, self.integer("embedding_length") // self.heads))
-
-    @property
-    def heads(self) -> int:
-        return self.integer("attention.head_count")
-
-    @property
-    def key_heads(self) -> int:
-        return self.integer("attention.head_count_kv", self.heads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +33,8 @@ class Architecture:
     neighbours  llama.cpp rotates dimensions 2i and 2i + 1 of a head; where the family rotates i and i + half, the
                 converter has ordered the rows of queries and keys for it
     stems       parts whose names in a file are others than usual
-    mixture     the architecture of files by the same name with experts
-    windowed    the architecture of files by the same name with sliding windows
+    others      other architectures by the same name, each after a test of the files that it is for
+    also        other families whose files are of it, and compute the same
     truncate    yarn's first and last dimensions are whole numbers
     row_bias    a checkpoint has the bias that experts are chosen by as a row
     """
@@ -100,8 +48,8 @@ class Architecture:
     neutral: Mapping[str, object] = field(default_factory=dict)
     neighbours: bool = False
     stems: Mapping[str, str] = field(default_factory=dict)
-    mixture: Architecture | None = None
-    windowed: Architecture | None = None
+    others: tuple[tuple[Callable[[Keys], object], Architecture], ...] = ()
+    also: tuple[str, ...] = ()
     truncate: bool = True
     row_bias: bool = False
 
@@ -110,8 +58,8 @@ class Architecture:
 
     @property
     def families(self) -> tuple[str, ...]:
-        """The families of its files: without experts, and with them, or with windows."""
-        return (self.family, *(name for row in (self.mixture, self.windowed) if row for name in row.families))
+        """The families of its files."""
+        return (self.family, *self.also, *(name for _, row in self.others for name in row.families))
 
 
 # ---- rows
@@ -190,7 +138,13 @@ _LLAMA = Architecture(
     present=_BIASES,
     said={"architectures": ["LlamaForCausalLM"], "hidden_act": "silu"},
     neighbours=True,
-    mixture=Architecture("mixtral", reads=_EXPERTS, more=_mixture("num_local_experts"), neighbours=True),
+    others=(
+        (
+            lambda keys: keys.get("expert_count"),
+            Architecture("mixtral", reads=_EXPERTS, more=_mixture("num_local_experts"), neighbours=True),
+        ),
+    ),
+    also=("mistral",),
 )
 _QWEN3_MOE = Architecture(
     "qwen3_moe",
@@ -331,6 +285,15 @@ _ERNIE_MOE = Architecture(
     neighbours=True,
     row_bias=True,
 )  # fmt: skip
+_OLMO3 = Architecture(
+    "olmo3",
+    reads=(*_WINDOW, "rope.freq_base_swa"),
+    present=_BIAS,
+    more=lambda keys: {
+        **_slides(keys, 4),
+        "rope_local_base_freq": keys.number("rope.freq_base_swa", keys.number("rope.freq_base", 10000.0)),
+    },
+)
 _MINIMAX_M2 = Architecture(
     "minimax_m2",
     reads=(*_EXPERTS, "expert_feed_forward_length"),
@@ -340,6 +303,161 @@ _MINIMAX_M2 = Architecture(
     },
     neutral={"expert_gating_func": 2},
 )
+
+
+def _latent(keys: Keys) -> Mapping[str, object]:
+    """Latent attention. A file has one head for all keys, unless it is old; then heads are as they are computed."""
+    rotated = keys.integer("rope.dimension_count")
+    return {
+        **_routed(keys),
+        "n_group": keys.integer("expert_group_count", 1),
+        "topk_group": keys.integer("expert_group_used_count", 1),
+        "kv_lora_rank": keys.integer("attention.kv_lora_rank"),
+        "q_lora_rank": keys.whole("attention.q_lora_rank") or None,
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": keys.integer("attention.key_length_mla", keys.head_dim) - rotated,
+        "v_head_dim": keys.integer("attention.value_length_mla", keys.integer("attention.value_length", keys.head_dim)),
+        "head_dim": rotated,
+        "num_key_value_heads": keys.heads,
+    }
+
+
+_DEEPSEEK_V3 = Architecture(
+    "deepseek_v3",
+    reads=(
+        *_ROUTED, "expert_group_count", "expert_group_used_count", "attention.kv_lora_rank", "attention.q_lora_rank",
+        "attention.key_length_mla", "attention.value_length_mla", "rope.scaling.yarn_log_multiplier",
+    ),
+    more=_latent,
+    neutral={"expert_gating_func": 2},
+)  # fmt: skip
+_DEEPSEEK_V2 = replace(
+    _DEEPSEEK_V3,
+    family="deepseek_v2",
+    more=lambda keys: {
+        **_latent(keys),
+        "topk_method": "greedy" if keys.integer("expert_group_count", 1) == 1 else "group_limited_greedy",
+    },
+    neutral={},
+    others=((lambda keys: keys.get("expert_gating_func") == 2, _DEEPSEEK_V3),),
+)
+
+
+def _llama4(keys: Keys) -> Mapping[str, object]:
+    """Llama 4's settings, some of which no file has; one that says that there are no windows rotates in all layers."""
+    whole, count = keys.get("attention.sliding_window") == 0, keys.integer("block_count")
+    return {
+        **_mixture("num_local_experts")(keys),
+        "intermediate_size": keys.integer("expert_feed_forward_length"),
+        "intermediate_size_mlp": keys.integer("feed_forward_length"),
+        "interleave_moe_layer_step": keys.integer("interleave_moe_layer_step"),
+        "no_rope_layers": [1 if whole else int((layer + 1) % 4 > 0) for layer in range(count)],
+        "attention_chunk_size": None if whole else 8192,
+        "use_qk_norm": keys.integer("expert_count") != 128,
+    }
+
+
+def _falcon(keys: Keys) -> Mapping[str, object]:
+    several = keys.key_heads > 1
+    return {
+        "new_decoder_architecture": several,
+        "multi_query": not several,
+        "num_ln_in_parallel_attn": 2 if keys.holds("blk.0.attn_norm_2.weight") else 1,
+    }
+
+
+def _apertus(keys: Keys) -> Mapping[str, object]:
+    """Nothing, after a check of the activation's constants, which llama.cpp takes from the file."""
+    for name, one in (("beta", 0.5), ("eps", -1e-6)):
+        said = keys.header.metadata.get(f"xielu.{name}", one)
+        if any(abs(value - one) > 1e-3 * abs(one) for value in (said if isinstance(said, list) else [said])):
+            raise UnknownArchitectureError(
+                f"{keys.header.path}: xielu.{name}: expected {one} in every layer, got another value, which is not "
+                "supported; use another model"
+            )
+    return {}
+
+
+def _of_layers(keys: Keys) -> Mapping[str, object]:
+    """Separate inputs of layers, and how many layers read the keys and values of others."""
+    table = keys.header.tensors.get("per_layer_token_embd.weight")
+    return {
+        "num_kv_shared_layers": keys.whole("attention.shared_kv_layers"),
+        "hidden_size_per_layer_input": keys.whole("embedding_length_per_layer_input"),
+        **({} if table is None else {"vocab_size_per_layer_input": table.shape[0]}),
+        "final_logit_softcapping": keys.unless_zero("final_logit_softcapping", 30.0),
+    }
+
+
+def _gemma3n(keys: Keys) -> Mapping[str, object]:
+    """A layer's sparsity is a number of deviations in a file, and a share of gates in config.json."""
+    said, low = keys.get("activation_sparsity_scale"), keys.header.tensors.get("blk.0.laurel_l.weight")
+    scales = said if isinstance(said, list) else []
+    return {
+        **_slides(keys, 5),
+        **_of_layers(keys),
+        "rope_local_base_freq": keys.number("rope.freq_base_swa", 10000.0),
+        "altup_num_inputs": keys.integer("altup.num_inputs"),
+        "altup_active_idx": keys.whole("altup.active_idx"),
+        "laurel_rank": 1 if low is None else low.shape[0],
+        "activation_sparsity_pattern": [0.0 if one < -9 else round(NormalDist().cdf(one), 6) for one in scales],
+    }
+
+
+def _gemma4(keys: Keys) -> Mapping[str, object]:
+    """Layers with and without a window differ in heads and rotations; a share of those without one's is rotated."""
+    slides, narrow = _slides(keys, 6), keys.integer("attention.key_length_swa")
+    kinds: object = slides["layer_types"]
+    layers = [kind == "sliding_attention" for kind in kinds] if isinstance(kinds, list) else []
+    heads, widths = (keys.each(name) for name in ("attention.head_count_kv", "feed_forward_length"))
+    factors = keys.factors.get(FACTORS[0], (1.0,))
+    mixture = {
+        "num_experts": keys.integer("expert_count"),
+        "top_k_experts": keys.integer("expert_used_count"),
+        "moe_intermediate_size": keys.integer("expert_feed_forward_length"),
+    } if keys.holds("blk.0.ffn_gate_inp.weight") else {}  # fmt: skip
+    return {
+        **slides,
+        **_of_layers(keys),
+        **mixture,
+        "enable_moe_block": bool(mixture),
+        "head_dim": narrow,
+        "global_head_dim": keys.head_dim,
+        "num_key_value_heads": next((one for one, slide in zip(heads, layers, strict=False) if slide), heads[-1]),
+        "num_global_key_value_heads": heads[-1],
+        "attention_k_eq_v": not keys.holds(f"blk.{layers.index(False)}.attn_v.weight") if False in layers else False,
+        "intermediate_size": widths[0],
+        "use_double_wide_mlp": widths[-1] == 2 * widths[0],
+        "rope_scaling": None,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional",
+                "partial_rotary_factor": factors.count(1.0) / len(factors),
+                "rope_theta": keys.number("rope.freq_base", 10000.0),
+            },
+            "sliding_attention": {
+                "rope_type": "default",
+                "partial_rotary_factor": keys.integer("rope.dimension_count_swa", narrow) / narrow,
+                "rope_theta": keys.number("rope.freq_base_swa", 10000.0),
+            },
+        },
+    }
+
+
+_LAYERED = (
+    *_WINDOW, "attention.shared_kv_layers", "embedding_length_per_layer_input", "final_logit_softcapping",
+    "rope.freq_base_swa",
+)  # fmt: skip
+_GEMMA4 = Architecture(
+    "gemma4_text",
+    reads=(
+        *_LAYERED, *_EXPERTS, "attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa",
+        "expert_feed_forward_length",
+    ),
+    more=_gemma4,
+)  # fmt: skip
+_FALCON = Architecture("falcon", epsilon=_LAYER_NORM, more=_falcon)
+_FALCON_GROUPS = replace(_FALCON, stems={"norm": "attn_norm_2", "mlp norm": "attn_norm"})
 
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": _LLAMA,
@@ -393,15 +511,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "olmo2": Architecture(
         "olmo2",
         present=_BIAS,
-        windowed=Architecture(
-            "olmo3",
-            reads=(*_WINDOW, "rope.freq_base_swa"),
-            present=_BIAS,
-            more=lambda keys: {
-                **_slides(keys, 4),
-                "rope_local_base_freq": keys.number("rope.freq_base_swa", keys.number("rope.freq_base", 10000.0)),
-            },
-        ),
+        others=((lambda keys: keys.get("attention.sliding_window"), _OLMO3),),
     ),
     "gpt-oss": _GPT_OSS,
     "glm4moe": _GLM4_MOE,
@@ -439,6 +549,26 @@ ARCHITECTURES: dict[str, Architecture] = {
     "bloom": Architecture("bloom", epsilon=_LAYER_NORM, neutral={"attention.max_alibi_bias": 8.0}),
     "starcoder2": Architecture("starcoder2", epsilon=_LAYER_NORM, present={"use_bias": "attn_q.bias"}),
     "stablelm": _STABLELM,
+    "deepseek2": _DEEPSEEK_V2,
+    "llama4": Architecture(
+        "llama4_text",
+        reads=(*_EXPERTS, "expert_feed_forward_length", "interleave_moe_layer_step", "attention.sliding_window"),
+        present=_BIAS,
+        more=_llama4,
+    ),
+    "mistral3": Architecture(
+        "ministral3",
+        reads=("attention.temperature_scale", "rope.scaling.yarn_log_multiplier"),
+        neighbours=True,
+    ),
+    "apertus": Architecture("apertus", present=_BIAS, said={"hidden_act": "xielu"}, more=_apertus),
+    "falcon": replace(_FALCON, others=((lambda keys: keys.holds("blk.0.attn_norm_2.weight"), _FALCON_GROUPS),)),
+    "gemma3n": Architecture(
+        "gemma3n_text",
+        reads=(*_LAYERED, "altup.active_idx", "altup.num_inputs", "activation_sparsity_scale"),
+        more=_gemma3n,
+    ),
+    "gemma4": _GEMMA4,
 }
 """By the value of `general.architecture`."""
 
@@ -456,21 +586,4 @@ def architecture(header: GgufHeader) -> Architecture:
             "file of one of them"
         )
     row = ARCHITECTURES[name]
-    for other, key in ((row.mixture, "expert_count"), (row.windowed, "attention.sliding_window")):
-        if other is not None and header.metadata.get(f"{name}.{key}"):
-            return other
-    return row
-
-
-_LARGEST = 3.4e38  # what a float32 holds
-
-
-def _decimal(value: float) -> float:
-    """Return the shortest decimal that is the same float32: 1e-05 for 9.999999747378752e-06, as config.json would have
-    it.
-    """
-    if value > _LARGEST:
-        return value
-    rounded = struct.pack("<f", value)
-    shorter = (float(f"{value:.{digits}g}") for digits in range(1, 10))
-    return next((short for short in shorter if short <= _LARGEST and struct.pack("<f", short) == rounded), value)
+    return next((other for wanted, other in row.others if wanted(Keys(header, name))), row)

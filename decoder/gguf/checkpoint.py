@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.core.errors import CheckpointError, UnknownArchitectureError
-from paceline.decoder.gguf.architectures import FACTORS, Architecture, Keys, architecture
+from paceline.decoder.gguf.architectures import Architecture, architecture
 from paceline.decoder.gguf.header import GgufHeader, StoredTensor, read_header
+from paceline.decoder.gguf.keys import FACTORS, Keys
 from paceline.decoder.gguf.layout import Piece, pieces
 from paceline.decoder.json_fields import Fields
 from paceline.decoder.models.family import Family
@@ -114,6 +115,8 @@ class GgufFile:
     def read_quantized(self, name: str, wanted: WeightFormat | None = None) -> QuantizedTensor | None:
         """Read a matrix [out, in] of Q8_0, Q4_0 or Q4_1 without dequantising it."""
         piece = self.pieces[name]
+        if piece.keys or piece.number is not None:
+            return None
         stored = self.header.tensors[piece.stored]
         form = _KEPT.get(stored.type)
         if form is None or len(stored.shape) < 2 or wanted not in (None, form):
@@ -125,6 +128,8 @@ class GgufFile:
 
     def _shape(self, piece: Piece) -> tuple[int, ...]:
         """The shape in a checkpoint: a vector of numbers in a row, where it has a router of one output."""
+        if piece.number is not None:
+            return (1,)
         stored = self.header.tensors[piece.stored].shape
         shape = (piece.rows, *stored[-1:]) if len(stored) > 1 else (piece.rows,)
         if piece.single:
@@ -134,7 +139,11 @@ class GgufFile:
         return shape[::-1] if piece.transposed else shape
 
     def _rows(self, piece: Piece, span: tuple[int, int], *, columns: tuple[int, int] | None = None) -> Tensor:
+        if piece.number is not None:
+            return torch.tensor([piece.number])[slice(*span)]
         stored = self.header.tensors[piece.stored]
+        if piece.keys:
+            return self._both(stored, self.header.tensors[piece.keys])[slice(*span), slice(*columns or (None,))]
         if piece.vector:
             return torch.from_numpy(_numbers(stored, np.array([piece.first]))[0, slice(*span)].copy())
         if piece.single:
@@ -147,6 +156,14 @@ class GgufFile:
             found = _numbers(stored, _places(piece, begin, end), columns=columns)
             result[begin - span[0] : end - span[0]] = found
         return torch.from_numpy(result - np.float32(piece.shift) if piece.shift else result)
+
+    def _both(self, values: StoredTensor, keys: StoredTensor) -> Tensor:
+        """Keys [heads, in, n] and values [heads, m, in] of latent attention as rows of both, head by head."""
+        v, k = (
+            torch.from_numpy(_numbers(one, np.arange(math.prod(one.shape[:-1])))).view(one.shape)
+            for one in (values, keys)
+        )
+        return torch.cat((k.transpose(1, 2), v), 1).flatten(0, 1)
 
 
 def _places(piece: Piece, begin: int, end: int) -> NDArray[Any]:
@@ -242,12 +259,12 @@ def _config(header: GgufHeader, factors: Mapping[str, tuple[float, ...]]) -> dic
         UnknownArchitectureError: a key would change the computation in a way that is not implemented.
     """
     row = architecture(header)
-    keys, fields = Keys(header, header.fields.text("general.architecture")), header.fields
+    keys, fields = Keys(header, header.fields.text("general.architecture"), factors), header.fields
     _refuse_keys(keys, row)
     hidden, head_dim = keys.integer("embedding_length"), keys.head_dim
     embedding = header.tensors.get("token_embd.weight")
     rows = None if embedding is None else embedding.shape[0]
-    scaling = _rope_scaling(keys, factors, truncate=row.truncate)
+    scaling = _rope_scaling(keys, truncate=row.truncate)
     return {
         "model_type": row.family,
         "vocab_size": keys.integer("vocab_size", _num_tokens(header) or rows),
@@ -298,6 +315,8 @@ def _num_tokens(header: GgufHeader) -> int | None:
 
 def _turned(keys: Keys, family: Family) -> dict[str, object]:
     """The share of a head that is rotated, where the family can rotate a part of it."""
+    if "latent" in family.reads:  # whose keys in a file are those of the latent vector
+        return {}
     width, rotated = keys.head_dim, keys.integer("rope.dimension_count", keys.head_dim)
     if keys.integer("attention.value_length", width) != width or (
         rotated != width and family.plan.rotated_share and "rotated_share" not in family.reads
@@ -313,12 +332,12 @@ def _turned(keys: Keys, family: Family) -> dict[str, object]:
     return {"partial_rotary_factor": share if int(width * share) == rotated else math.nextafter(share, 2.0)}
 
 
-def _rope_scaling(keys: Keys, factors: Mapping[str, tuple[float, ...]], *, truncate: bool) -> dict[str, object] | None:
+def _rope_scaling(keys: Keys, *, truncate: bool) -> dict[str, object] | None:
     scaled = keys.get("rope.scaling.factor") or keys.get("rope.scale_linear")
     kind = keys.fields.text(f"{keys.prefix}.rope.scaling.type", "linear" if scaled else "none")
     positions = keys.integer("context_length")
     share = keys.number("rope.scaling.attn_factor", 1.0)
-    freqs, short, long = (factors.get(name) for name in FACTORS)
+    freqs, short, long = (keys.factors.get(name) for name in FACTORS)
     factor = keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 1.0)) if scaled else 1.0
     original = keys.integer("rope.scaling.original_context_length", positions)
     longrope = {"rope_type": "longrope", "attention_factor": share, "original_max_position_embeddings": original}
@@ -332,22 +351,33 @@ def _rope_scaling(keys: Keys, factors: Mapping[str, tuple[float, ...]], *, trunc
         if kind in ("none", "linear") and share == 1.0:
             return {"rope_type": "linear", "factor": factor} if kind == "linear" and factor != 1.0 else None
         if kind == "yarn":
-            own = keys.get("rope.scaling.yarn_attn_factor")
-            grown = share * (1.0 if factor <= 1.0 else 0.1 * math.log(factor) + 1.0)
             return {
                 "rope_type": "yarn",
                 "factor": factor,
                 "original_max_position_embeddings": original,
-                "attention_factor": keys.number("rope.scaling.yarn_attn_factor") if own else grown,
                 "beta_fast": keys.number("rope.scaling.yarn_beta_fast", 32.0),
                 "beta_slow": keys.number("rope.scaling.yarn_beta_slow", 1.0),
                 "truncate": truncate,
+                **_yarn_scale(keys, factor, share),
             }
-    found = "".join(f" with {name}" for name in FACTORS if name in factors)
+    found = "".join(f" with {name}" for name in FACTORS if name in keys.factors)
     raise UnknownArchitectureError(
         f"{keys.header.path}: rope scaling of type {kind!r}{found} (factor {factor}, attn_factor {share}) is not "
         "supported; supported are none, linear, yarn, the factors of Llama 3.1, and longrope."
     )
+
+
+def _yarn_scale(keys: Keys, factor: float, share: float) -> dict[str, object]:
+    """Return how yarn makes scores larger. Files of latent attention have a tenth of the multiplier."""
+    if multiplier := keys.unless_zero("rope.scaling.yarn_log_multiplier", None):
+        latent = keys.get("attention.kv_lora_rank") is not None
+        every = round(10 * multiplier, 6) if latent else multiplier
+        scale = keys.unless_zero("attention.temperature_scale", None)
+        sharper = {} if scale is None else {"llama_4_scaling_beta": scale}
+        return {"mscale": every if latent else 1.0, "mscale_all_dim": every, **sharper}
+    if keys.get("rope.scaling.yarn_attn_factor"):
+        return {"attention_factor": keys.number("rope.scaling.yarn_attn_factor")}
+    return {"attention_factor": share * (1.0 if factor <= 1.0 else 0.1 * math.log(factor) + 1.0)}
 
 
 def _optional(ids: tuple[int, ...] | None) -> int | None:

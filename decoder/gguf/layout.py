@@ -15,8 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.errors import CheckpointError
-from paceline.decoder.gguf.architectures import FACTORS, Architecture, Keys, architecture
+from paceline.decoder.gguf.architectures import Architecture, architecture
 from paceline.decoder.gguf.header import GgufHeader
+from paceline.decoder.gguf.keys import FACTORS, Keys
+from paceline.decoder.models.blueprint import Names
 
 _IGNORED = re.compile(r"blk\.\d+\.attn_rot_embd\.weight|blk\.\d+\.nextn\..+|" + "|".join(map(re.escape, FACTORS)))
 """Tensors without a place in a checkpoint: frequencies that the metadata determine, and what `config` has read."""
@@ -24,6 +26,8 @@ _IGNORED = re.compile(r"blk\.\d+\.attn_rot_embd\.weight|blk\.\d+\.nextn\..+|" + 
 _OUTER = {
     "embedding": "token_embd", "positions": "position_embd", "embedding norm": "token_embd_norm",
     "norm": "output_norm", "head": "output",
+    "inputs": "per_layer_token_embd", "input projection": "per_layer_model_proj", "input norm": "per_layer_proj_norm",
+    "stream": "altup_proj", "unstream": "altup_unembd_proj",
 }  # fmt: skip
 _INNER = {
     "norm": "attn_norm", "mlp norm": "ffn_norm", "post norm": "post_attention_norm", "post mlp norm": "post_ffw_norm",
@@ -33,10 +37,23 @@ _INNER = {
     "router bias": "exp_probs_b", "sinks": "attn_sinks",
     "dense gate": "ffn_gate", "dense up": "ffn_up", "dense down": "ffn_down",
     "shared gate": "ffn_gate_shexp", "shared up": "ffn_up_shexp", "shared down": "ffn_down_shexp",
+    "q a": "attn_q_a", "q a norm": "attn_q_a_norm", "q b": "attn_q_b",
+    "kv a": "attn_kv_a_mqa", "kv a norm": "attn_kv_a_norm", "kv b": "attn_kv_b",
+    "layer factor": "layer_output_scale", "input gate": "inp_gate", "input out": "proj", "input norm": "post_norm",
+    "router scale": "ffn_gate_inp.scale", "expert scale": "ffn_down_exps.scale",
+    "expert gate": "ffn_gate", "expert up": "ffn_up", "expert down": "ffn_down",
+    "expert norm": "pre_ffw_norm_2", "expert post norm": "post_ffw_norm_2", "expert mlp norm": "post_ffw_norm_1",
+    "low in": "laurel_l", "low out": "laurel_r", "low norm": "laurel_post_norm",
+    "stream norm": "altup_router_norm", "stream router": "altup_router", "stream factors": "altup_correct_scale",
+    "predicts": "altup_predict_coef", "corrects": "altup_correct_coef",
 }  # fmt: skip
 """llama.cpp's names of the parts of `Names`; those of experts end with "_exps"."""
+_WHOLE = frozenset({"router bias", "sinks", "layer factor", "router scale", "expert scale", "stream factors"})
+"""Parts whose names in a checkpoint are whole, without an ending."""
+_WRITTEN = {"alpha p": "xielu.alpha_p", "alpha n": "xielu.alpha_n"}
+"""Parts that are numbers of a file's metadata, one for each layer."""
 
-_LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias|scale)")
 
 RowOrder = Callable[[NDArray[Any]], NDArray[Any]]
 """Maps row numbers of a tensor in Hugging Face's order to row numbers in the file, [n] -> [n]."""
@@ -52,6 +69,9 @@ class Piece:
     shift        a checkpoint has numbers smaller by this
     single       a vector that a checkpoint has as the only row of a matrix
     vector       the other way round
+    keys         the other tensor [heads, in, rows] of latent attention: of each head, its transpose comes before the
+                 rows of this one
+    number       not of a tensor
     """
 
     stored: str
@@ -62,6 +82,8 @@ class Piece:
     shift: float = 0.0
     single: bool = False
     vector: bool = False
+    keys: str = ""
+    number: float | None = None
 
 
 def pieces(header: GgufHeader) -> dict[str, Piece]:
@@ -75,7 +97,9 @@ def pieces(header: GgufHeader) -> dict[str, Piece]:
     outer = {_OUTER[part]: (part, name) for part, name in family.names.outer.items()}
     stems = {**_INNER, **row.stems}
     inner = {
-        stems[part] + ("_exps" if "{e}" in name else ""): (part, name) for part, name in family.names.inner.items()
+        stems[part] + ("_exps" if "{e}" in name else ""): (part, name)
+        for part, name in family.names.inner.items()
+        if part not in _WRITTEN
     }
     made: dict[str, Piece] = {}
     for stored, tensor in header.tensors.items():
@@ -84,18 +108,19 @@ def pieces(header: GgufHeader) -> dict[str, Piece]:
         stem, _, kind = stored.rpartition(".")
         layer = _LAYER_NAME.fullmatch(stored)
         rows = math.prod(tensor.shape[:-1]) if len(tensor.shape) > 1 else tensor.shape[0]
+        if layer is not None and stem.endswith(".attn_k_b"):
+            continue  # read with attn_v_b
+        prefix = "" if layer is None else family.names.layer.format(i=layer[1])
         if layer is None:
-            prefix, cuts = "", [(*outer.get(stem, ("", stem)), 0, rows)]
+            cuts = _outer_cuts(*outer.get(stem, ("", stem)), tensor.shape, rows=rows)
         else:
-            prefix, cuts = (
-                family.names.layer.format(i=layer[1]),
-                _cuts(layer[2], tensor.shape, rows, inner=inner, keys=keys),
-            )
-            if not cuts:
-                prefix, cuts = "", [("", stem, 0, rows)]
+            part = layer[2] if kind != "scale" else f"{layer[2]}.scale"
+            cuts = _cuts(part, tensor.shape, rows, inner=inner, keys=keys)
+        if not cuts:
+            prefix, cuts = "", [("", stem, 0, rows)]
         turned = family.names.transposed and layer is not None and len(tensor.shape) > 1
         for part, name, first, count in cuts:
-            label = f"{prefix}{name}" if part in ("router bias", "sinks") else f"{prefix}{name}.{kind}"
+            label = f"{prefix}{name}" if part in _WHOLE else f"{prefix}{name}.{kind}"
             if label in made:
                 raise CheckpointError(
                     f"{header.path}: expected every tensor once, got one under two names; download the file again"
@@ -105,10 +130,29 @@ def pieces(header: GgufHeader) -> dict[str, Piece]:
             single = len(tensor.shape) == 1 and (part == "shared router" or (part == "router bias" and row.row_bias))
             vector = len(tensor.shape) == 2 and kind == "bias" and part != "router bias"  # of experts
             shift = 1.0 if lifted else 0.0
+            both = stored.replace("attn_v_b", "attn_k_b") if layer and layer[2] == "attn_v_b" else ""
             made[label] = Piece(
-                stored, first, count, order, transposed=turned, shift=shift, single=single, vector=vector
+                stored, first, count, order, transposed=turned, shift=shift, single=single, vector=vector, keys=both
             )
+    return made | _written(header, family.names)
+
+
+def _written(header: GgufHeader, names: Names) -> dict[str, Piece]:
+    """Numbers of the metadata that a checkpoint has as tensors."""
+    made = {}
+    for part, key in _WRITTEN.items():
+        said = header.metadata.get(key)
+        if part in names.inner and isinstance(said, list):
+            for layer, number in enumerate(said):
+                label = names.layer.format(i=layer) + names.inner[part]
+                made[label] = Piece("", 0, 1, number=float(number))
     return made
+
+
+def _outer_cuts(part: str, name: str, shape: tuple[int, ...], *, rows: int) -> list[tuple[str, str, int, int]]:
+    """Pieces of a tensor outside of layers, as `_cuts` has them: one for each stream, or one."""
+    count = shape[0] if "{s}" in name and len(shape) > 2 else 1
+    return [(part, name.format(s=s), s * (rows // count), rows // count) for s in range(count)]
 
 
 def _cuts(
@@ -121,6 +165,16 @@ def _cuts(
         if not stem.endswith("_exps"):
             return [(part, name, 0, rows)]
         return [(part, name.format(e=e), e * each, each) for e in range(rows // each)]
+    if stem == "ffn_gate_up_exps" and {"ffn_gate_exps", "ffn_up_exps"} <= inner.keys() and len(shape) == 3:
+        halves = [(*inner[f"ffn_{side}_exps"], place * each // 2) for place, side in enumerate(("gate", "up"))]
+        return [
+            (part, name.format(e=e), e * each + first, each // 2)
+            for e in range(shape[0])
+            for part, name, first in halves
+        ]
+    if stem == "attn_v_b" and "attn_kv_b" in inner and len(shape) == 3:
+        width = keys.integer("attention.key_length_mla") - keys.integer("rope.dimension_count")
+        return [(*inner["attn_kv_b"], 0, rows + shape[0] * width)]
     if stem == "attn_qkv" and {"attn_q", "attn_k", "attn_v"} <= inner.keys():
         sizes = [heads * keys.head_dim for heads in (keys.heads, keys.key_heads, keys.key_heads)]
         sides = zip("qkv", (0, sizes[0], sizes[0] + sizes[1]), sizes, strict=True)

@@ -84,7 +84,7 @@ class _Ministral3(Family):
     def translated(self, config: Fields) -> Fields:
         """Return the file with the settings of queries out of those of rotations."""
         fields = super().translated(config)
-        for key in ("rope_scaling", "rope_parameters"):
+        for key in ("rope_parameters", "rope_scaling"):  # the second one counts
             rope = fields.child(key)
             if rope is not None and "llama_4_scaling_beta" in rope.values:
                 own = {name: one for name, one in rope.values.items() if name not in _OF_QUERIES}
@@ -192,6 +192,7 @@ _MIMO = Family(
     plan=_QWEN2.plan,
     reads={**ACTIVATION, "qkv_bias": flag("attention_bias", True), **_QWEN_WINDOWS},
     defaults=_QWEN_DEFAULTS,
+    mtp=True,
     ignored=r"model\.mtp_layers\..+",  # `paceline.draft.mtp` reads them
 )
 _QWEN3 = Family(
@@ -200,6 +201,7 @@ _QWEN3 = Family(
     plan=Blueprint(head_norms="head"),
     reads={**ACTIVATION, **BIASES, **_QWEN_WINDOWS},
     defaults={**_QWEN_DEFAULTS, "head_dim": 128},
+    mtp=True,
 )
 _QWEN3_MOE = Family(
     "qwen3_moe",

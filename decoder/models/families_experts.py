@@ -86,6 +86,7 @@ _GLM4_MOE = Family(
         "eos_token_id": None,
     },
     renamed={"num_local_experts": "n_routed_experts"},
+    mtp=True,
     ignored=_MTP_LAYERS,
 )
 
@@ -192,6 +193,7 @@ _DEEPSEEK_V3 = _LatentFamily(
     },
     renamed={"num_local_experts": "n_routed_experts"},
     neutral={"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "qk_head_dim": _whole_head},
+    mtp=True,
     ignored=_MTP_LAYERS,
 )
 _DEEPSEEK_V2 = replace(
@@ -214,6 +216,7 @@ _DEEPSEEK_V2 = replace(
     },
     defaults={**_DEEPSEEK_DEFAULTS, "bos_token_id": 1, "eos_token_id": 2, "n_routed_experts": 64},
     neutral={"moe_layer_freq": 1, "scoring_func": "softmax", "norm_topk_prob": False, "qk_head_dim": _whole_head},
+    mtp=False,
     ignored="",
 )
 _DOTS1 = Family(

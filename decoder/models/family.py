@@ -227,6 +227,7 @@ class Family:
     fused        tensors of a layer that hold several parts, or all experts
     nested       the keys that are known inside of an object
     bare_prefix  prefix of names that is missing in checkpoints of the network without its head
+    mtp          whether MTP layers for it draft (`paceline.draft.mtp`)
     ignored      a pattern of tensors in a checkpoint that have no effect; a group "layer" in it must be the number of a
                  layer that the network does not have, as MTP layers have (`paceline.draft.mtp` reads them)
     """
@@ -242,6 +243,7 @@ class Family:
     fused: tuple[Fused, ...] = ()
     nested: Mapping[str, frozenset[str]] = field(default_factory=dict)
     bare_prefix: str = "model."
+    mtp: bool = False
     ignored: str = ""
 
     @property

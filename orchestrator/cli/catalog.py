@@ -32,7 +32,8 @@ Rows = Sequence[Mapping[str, object]]
 @app.command(name="list")
 def list_rows(
     name: Annotated[
-        str | None, typer.Argument(help="Drafter or acceptance rule to show alone, such as ngram. Default: all.")
+        str | None,
+        typer.Argument(help="Drafter or acceptance rule to show alone, such as ngram; or models. Default: all."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -66,16 +67,18 @@ _IN_BLOCKS = ("drafters", "acceptance rules", "backends")
 
 
 def _alone(tables: Mapping[str, Rows], name: str) -> dict[str, Rows]:
-    """The rows of that name.
+    """The rows of that name, or all families for "models".
 
     Raises:
         ConfigurationError: no drafter and no rule has it.
     """
+    if name == "models":
+        return {"model families": tables["model families"]}
     known = {title: tables[title] for title in ("drafters", "acceptance rules")}
     found = {title: [row for row in rows if row["name"] == name] for title, rows in known.items()}
     if not any(found.values()):
         names = ", ".join(str(row["name"]) for rows in known.values() for row in rows)
-        raise ConfigurationError(f"NAME: expected one of {names}, got {name!r}; use one of them")
+        raise ConfigurationError(f"NAME: expected one of {names}, models, got {name!r}; use one of them")
     return {title: rows for title, rows in found.items() if rows}
 
 
@@ -153,7 +156,9 @@ def _capabilities(row: DrafterRow | RuleRow | Family | BackendRow) -> dict[str, 
     if isinstance(row, Family):
         names = [name for name, one in ARCHITECTURES.items() if row.name in one.families]
         read = EIGHT_BITS.name if row.names.transposed else "all"
-        return {"name": row.name, "summary": row.summary, "gguf": ", ".join(names), "quantised": read}
+        biased = row.plan.head_bias or "head_bias" in row.reads
+        heads = "no dflash" if biased else "all, mtp" if row.mtp else "all"
+        return {"name": row.name, "summary": row.summary, "gguf": ", ".join(names), "quantised": read, "heads": heads}
     values = {field.name: getattr(row, field.name) for field in fields(row) if field.name not in _UNSHOWN}
     if isinstance(row, BackendRow):
         return {**values, "divided": bool(row.divided)}

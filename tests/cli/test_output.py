@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import subprocess
 import sys
@@ -61,6 +62,10 @@ def test_list_prints_one_drafter() -> None:
     shown = call("list", "suffix").stdout
     assert "suffix: " in shown and "min_match=2" in shown and "ngram" not in shown
     assert "alpha=" in call("list", "typical").stdout
+    families = json.loads(call("list", "models", "--json").stdout)
+    assert list(families) == ["model families"] and len(families["model families"]) > 60
+    heads = {row["name"]: row["heads"] for row in families["model families"]}
+    assert (heads["llama"], heads["deepseek_v3"], heads["phi"]) == ("all", "all, mtp", "no dflash")
     done = call("list", "nobody")
     assert done.exit_code == 2 and "error: NAME: expected one of none, ngram" in done.stderr
 

@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType as Kind
 from transformers import PreTrainedModel
 
 from paceline import AutoDecoder
-from paceline.core.errors import CheckpointError
+from paceline.core.errors import CheckpointError, UnknownArchitectureError
 from paceline.decoder.gguf.architectures import ARCHITECTURES
 from paceline.decoder.gguf.header import read_header
 from paceline.decoder.models.config import ModelConfig
@@ -41,7 +41,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[PreTraine
 def test_every_architecture_has_a_case() -> None:
     rows = {name for row in ARCHITECTURES.values() for name in row.families}
     assert rows <= set(MODEL_FAMILIES)
-    without = {"mpt", "olmo", "dots1", "minimax-m2"}  # compared with llama.cpp alone, in test_llama_cpp.py
+    without = {  # compared with llama.cpp alone, in test_llama_cpp.py
+        "mpt", "olmo", "dots1", "minimax-m2", "deepseek2", "llama4", "mistral3", "apertus", "falcon", "gemma3n",
+        "gemma4",
+    }  # fmt: skip
     assert {case.architecture for case in CASES.values()} == set(ARCHITECTURES) - without
 
 
@@ -200,3 +203,101 @@ def test_a_split_gguf_model_loads_as_one(tmp_path: Path) -> None:
         CheckpointError, match=r"expected a name .* for one of 3 parts of a model, got 'elsewhere.gguf'"
     ):
         ModelConfig.from_pretrained(tmp_path / "elsewhere.gguf")
+
+
+PARTS: dict[str, tuple[str, dict[str, object], dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]] = {
+    "latent": (
+        "deepseek2",
+        {"attention.key_length_mla": 5, "rope.dimension_count": 2},
+        {"blk.0.attn_k_b.weight": (2, 6, 3), "blk.0.attn_v_b.weight": (2, 4, 6)},
+        {"model.layers.0.self_attn.kv_b_proj.weight": (14, 6)},
+    ),
+    "gates of experts": (
+        "gemma4",
+        {},
+        {"blk.0.ffn_gate_up_exps.weight": (2, 6, 4), "blk.0.ffn_down_exps.scale": (2,)},
+        {
+            **{f"model.layers.0.experts.{e}.{side}_proj.weight": (3, 4) for e in range(2) for side in ("gate", "up")},
+            "model.layers.0.router.per_expert_scale": (2,),
+        },
+    ),
+    "streams": (
+        "gemma3n",
+        {},
+        {"altup_proj.weight": (3, 4, 4), "blk.0.altup_correct_scale.weight": (4,)},
+        {
+            **{f"model.altup_projections.{s}.weight": (4, 4) for s in range(3)},
+            "model.layers.0.altup.correct_output_scale": (4,),
+        },
+    ),
+    "two norms": (
+        "falcon",
+        {},
+        {"blk.0.attn_norm.weight": (4,), "blk.0.attn_norm_2.weight": (4,)},
+        {
+            "transformer.h.0.post_attention_layernorm.weight": (4,),
+            "transformer.h.0.input_layernorm.weight": (4,),
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_tensors_of_a_file_are_cut_and_joined_as_a_checkpoint_has_them(tmp_path: Path, name: str) -> None:
+    architecture, keys, shapes, wanted = PARTS[name]
+    draw = np.random.default_rng(0)
+    writer, held = gguf.GGUFWriter(tmp_path / "model.gguf", architecture), dict[str, np.ndarray]()
+    for key, value in {"embedding_length": 4, "attention.head_count": 2, **keys}.items():
+        writer.add_uint32(f"{architecture}.{key}", value)  # type: ignore[arg-type]
+    for label, shape in shapes.items():
+        held[label] = draw.random(shape, np.float32)
+        writer.add_tensor(label, held[label])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with open_weight_file(tmp_path / "model.gguf") as source:
+        assert {label: info.shape for label, info in source.infos().items()} == wanted
+        found = {label: source.read(label).numpy() for label in wanted}
+        for label in wanted if name == "latent" else ():
+            np.testing.assert_array_equal(source.read_range(label, (3, 9), dim=0).numpy(), found[label][3:9])
+            np.testing.assert_array_equal(source.read_range(label, (1, 3), dim=1).numpy(), found[label][:, 1:3])
+            assert source.read_quantized(label) is None  # type: ignore[attr-defined]
+    if name == "latent":
+        k, v = held.values()
+        rows = np.concatenate([np.concatenate((k[head].T, v[head])) for head in range(2)])
+        np.testing.assert_array_equal(found["model.layers.0.self_attn.kv_b_proj.weight"], rows)
+    elif name == "gates of experts":
+        both = held["blk.0.ffn_gate_up_exps.weight"]
+        for e in range(2):
+            for side, rows in (("gate", both[e, :3]), ("up", both[e, 3:])):
+                np.testing.assert_array_equal(found[f"model.layers.0.experts.{e}.{side}_proj.weight"], rows)
+    elif name == "streams":
+        for s in range(3):
+            np.testing.assert_array_equal(found[f"model.altup_projections.{s}.weight"], held["altup_proj.weight"][s])
+    else:
+        np.testing.assert_array_equal(found["transformer.h.0.input_layernorm.weight"], held["blk.0.attn_norm_2.weight"])
+
+
+def test_numbers_of_the_metadata_are_tensors(tmp_path: Path) -> None:
+    """The learned numbers of Apertus' activation; its constants are checked."""
+    for beta in (0.5, 0.7):
+        path = tmp_path / f"{beta}.gguf"
+        writer = gguf.GGUFWriter(path, "apertus")
+        for key in ("embedding_length", "block_count", "feed_forward_length", "vocab_size"):
+            writer.add_uint32(f"apertus.{key}", 4)
+        writer.add_uint32("apertus.attention.head_count", 2)
+        writer.add_uint32("apertus.context_length", 64)
+        writer.add_float32("apertus.attention.layer_norm_rms_epsilon", 1e-5)
+        writer.add_array("xielu.alpha_p", [0.25, 0.5])
+        writer.add_array("xielu.beta", [0.5, beta])
+        writer.add_tensor("output_norm.weight", np.ones(2, np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    with open_weight_file(tmp_path / "0.5.gguf") as source:
+        assert source.read("model.layers.1.mlp.act_fn.alpha_p").tolist() == [0.5]
+    ModelConfig.from_pretrained(tmp_path / "0.5.gguf")
+    with pytest.raises(UnknownArchitectureError, match=r"xielu.beta: expected 0.5 in every layer"):
+        ModelConfig.from_pretrained(tmp_path / "0.7.gguf")

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -60,21 +61,34 @@ _ROUTED = {
 _MULTIPLIERS = {
     "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 0.2, "logits_scaling": 4.0,
 }  # fmt: skip
+_LATENT = {
+    **{name: one for name, one in _SIZES.items() if name != "head_dim"}, **_ROUTED, "num_key_value_heads": 4,
+    "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "topk_method": "greedy",
+    "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+_LATENT_YARN = {**_YARN, "mscale": 0.7, "mscale_all_dim": 0.7}
+_GEMMA4 = {
+    **_WIDE, "num_hidden_layers": 6, "global_head_dim": 16, "sliding_window": 11, "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+}  # fmt: skip
 _SIGMOID = (("scoring_func", "sigmoid"),)
+_LIFTED = ("gemma", "gemma2", "gemma3_text")  # their norms' weights are added to 1
 _LENGTH = (("seq_length", 128),)  # what the converter takes for the number of positions
 _EXAONE = {**_SIZES, "sliding_window": None, "layer_types": ["full_attention"] * 3}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model: its ``model_type`` and configuration, what the converter also wants in config.json, and options."""
+    """A model: its ``model_type``, configuration, seed, what the converter also wants in config.json, and options."""
 
     kind: str
     fields: dict[str, Any]
     besides: tuple[tuple[str, Any], ...] = ()
     options: tuple[str, ...] = ()
+    seed: int = 0
 
 
+# PhiMoE is not among them: llama.cpp weighs its two experts by their shares of one softmax, and not as the model does.
 CASES: dict[str, Case] = {
     "llama": Case("llama", _SIZES),
     "llama tied": Case("llama", {**_SIZES, "tie_word_embeddings": True}),
@@ -165,6 +179,60 @@ CASES: dict[str, Case] = {
     "bloom": Case("bloom", {"hidden_size": 32, "n_head": 4, "n_layer": 3}, _LENGTH),
     "starcoder2": Case("starcoder2", {**_SIZES, "sliding_window": None}),
     "stablelm": Case("stablelm", {**_SIZES, "use_qkv_bias": True, "partial_rotary_factor": 0.5}),
+    "deepseek2": Case("deepseek_v2", {**_LATENT, "q_lora_rank": 24}),
+    "deepseek2 lite": Case("deepseek_v2", {**_LATENT, "q_lora_rank": None, "num_hidden_layers": 27}),
+    "deepseek2 yarn": Case("deepseek_v2", {**_LATENT, "q_lora_rank": 24, "rope_parameters": _LATENT_YARN}),
+    "deepseek3": Case(
+        "deepseek_v3",
+        {
+            **_LATENT, "q_lora_rank": 24, "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "norm_topk_prob": True,
+            "rope_parameters": {**_LATENT_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+        _SIGMOID,
+    ),
+    "llama4": Case(
+        "llama4_text",
+        {
+            **_SIZES, "intermediate_size_mlp": 64, "intermediate_size": 32, "num_local_experts": 5,
+            "num_experts_per_tok": 1, "interleave_moe_layer_step": 2, "num_hidden_layers": 4, "pad_token_id": None,
+        },
+    ),
+    "mistral3": Case(
+        "ministral3",
+        {
+            **_SIZES, "sliding_window": None, "pad_token_id": None,
+            "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
+        },
+    ),
+    "apertus": Case("apertus", {**_SIZES, "rope_parameters": _LLAMA_3, "pad_token_id": None}),
+    "falcon": Case("falcon", {**_PLAIN, "ffn_hidden_size": 128}, (("num_kv_heads", 1),)),
+    "falcon groups": Case(
+        "falcon", {**_PLAIN, "ffn_hidden_size": 128, "num_kv_heads": 2, "new_decoder_architecture": True}
+    ),
+    "gemma3n": Case(
+        "gemma3n_text",
+        {
+            **_WIDE, "num_hidden_layers": 25, "num_kv_shared_layers": 5, "intermediate_size": [4096] * 25,
+            "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": VOCABULARY, "laurel_rank": 64,
+            "altup_num_inputs": 4, "sliding_window": 11, "activation_sparsity_pattern": [0.95] * 10 + [0.0] * 15,
+        },
+        seed=1,  # a wide MLP and a seed without near-ties: llama.cpp divides a variance by n - 1
+    ),
+    "gemma4": Case("gemma4_text", _GEMMA4),
+    "gemma4 shared": Case(
+        "gemma4_text",
+        {
+            **_GEMMA4, "num_kv_shared_layers": 6, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCABULARY, "num_hidden_layers": 12,
+        },
+    ),
+    "gemma4 experts": Case(
+        "gemma4_text",
+        {
+            **_GEMMA4, "enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 32,
+            "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+        },
+    ),
     "stablelm parallel": Case("stablelm", {**_SIZES, "use_parallel_residual": True}),
 }  # fmt: skip
 
@@ -184,13 +252,22 @@ def write_model(folder: Path, case: Case) -> None:
     """A random checkpoint whose greedy tokens vary."""
     config = AutoConfig.for_model(case.kind, vocab_size=VOCABULARY, **case.fields)
     config.bos_token_id = config.eos_token_id = None
-    torch.manual_seed(0)
+    torch.manual_seed(case.seed)
     made: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for label, parameter in made.named_parameters():
-        lifted = parameter.dim() == 1 and "bias" not in label and "gemma" not in case.kind
+        lifted = parameter.dim() == 1 and "bias" not in label and case.kind not in _LIFTED
         torch.nn.init.normal_(parameter, 1.0 if lifted else 0.0, 0.25)
     made.save_pretrained(folder)
-    write_tokenizer(folder, full=case.kind == "gemma3_text")  # whose converter drops the other rows
+    if case.kind == "gemma3n_text":  # published checkpoints have keys and values that no layer reads
+        file, size = folder / "model.safetensors", case.fields["head_dim"] * case.fields["num_key_value_heads"]
+        tensors = load_file(file)
+        for layer in range(20, 25):
+            prefix = f"model.layers.{layer}.self_attn."
+            tensors |= {f"{prefix}{side}_proj.weight": torch.zeros(size, 32) for side in "kv"}
+            tensors[f"{prefix}k_norm.weight"] = torch.ones(case.fields["head_dim"])
+        save_file(tensors, file, metadata={"format": "pt"})
+    full = case.kind in ("gemma3_text", "gemma3n_text", "gemma4_text")  # whose converters drop the other rows
+    write_tokenizer(folder, full=full)
     file = folder / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **dict(case.besides)}))
 

@@ -46,7 +46,12 @@ def test_default_positions_are_as_many_as_fit_in_memory(
     load = LoadOptions(backend="eager", amp="f32")
     assert memory.fitting_options(long, load, 1 << 50).n_positions == 1 << 20 and not caplog.text
     whole = memory.cache_bytes(long, memory.fitting_options(long, load, 1 << 50))
-    assert memory.fitting_options(long, load, whole // 3).n_positions == 1 << 18
+    tables = (1 << 20) * trained.head_dim * 16
+    assert memory.fitting_options(long, load, (whole + tables) // 2).n_positions == 1 << 18  # an eighth is spared
+    endless = Shard(replace(trained, max_position_embeddings=10**12))
+    found = memory.fitting_options(endless, load, whole + tables)
+    assert 1 << 18 < found.n_positions < 1 << 20
+    assert "all 1000000000000 positions of the model do not fit" in caplog.text
     assert "loaded for 262144; name another length with n_positions" in caplog.text
     assert memory.fitting_options(long, load, 0).n_positions == 2048  # `check_cache` refuses them
     monkeypatch.setattr(memory, "machine_bytes", lambda: 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,7 @@ from paceline.decoder.parallel.sharding import GQA, Shard, layout
 from paceline.decoder.weights.checkpoint import load_weights
 from paceline.placement.planning.footprint import footprint
 from tests.docs.extending import lines, written
+from tests.docs.pages import text
 
 PAGE = "docs/extending/model.md"
 CONFIG = {
@@ -96,6 +98,15 @@ class Threads:
 def test_the_example_family_has_the_stated_number_of_lines() -> None:
     stated, counted = lines(PAGE)
     assert counted == stated < 120
+
+
+def test_the_newest_family_has_the_stated_numbers_of_lines() -> None:
+    pattern = r"Gemma 3n is (\d+) lines in\s+`families_gemma.py` and (\d+) of network in `gemma4.py`"
+    stated = re.search(pattern, text(PAGE))
+    assert stated is not None
+    for number, name in zip(stated.groups(), ("families_gemma", "gemma4"), strict=True):
+        _, section = (Path("decoder/models") / f"{name}.py").read_text().split("# ---- Gemma 3n\n")
+        assert int(number) == sum(bool(line) for line in section.partition("\nFAMILIES = ")[0].splitlines())
 
 
 def test_the_example_family_loads_decodes_and_drafts_for_itself(folder: Path) -> None:

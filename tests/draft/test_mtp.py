@@ -19,7 +19,9 @@ from paceline import AutoDrafter, SpeculativeGenerator
 from paceline.auto import SamplingDecoder
 from paceline.core.errors import CheckpointError, MissingWeightsError, PairingError, UnknownArchitectureError
 from paceline.decoder.models.config import ModelConfig
+from paceline.decoder.models.registry import MODEL_FAMILIES
 from paceline.decoder.steps import prefill
+from paceline.draft import mtp
 from paceline.draft.mtp import MIMO, MtpConfig, MtpDrafter, load
 from tests.decoder.test_coded import eight_bits
 from tests.decoder.tiny import Workshop, fresh
@@ -271,3 +273,9 @@ def test_a_target_with_several_mtp_layers_is_rejected(workshop: Workshop, tmp_pa
     (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 3}))
     with pytest.raises(UnknownArchitectureError, match="num_nextn_predict_layers: expected 1, got 3"):
         SpeculativeGenerator(str(folder), target, k=2)
+
+
+def test_families_say_that_mtp_layers_draft_for_them() -> None:
+    """The table of families is read without this module."""
+    known = {name for layout in (MIMO, mtp.NEXTN, mtp.SPECULATORS) for name in layout.families}
+    assert {name for name, row in MODEL_FAMILIES.items() if row.mtp} == known
