@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import importlib
 import socket
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import metadata
@@ -34,7 +34,7 @@ from paceline.decoder.kernels.protocol import Kernels
 from paceline.decoder.parallel import vocab_part
 from paceline.decoder.parallel.collectives import TIMEOUT, Collectives, DeviceGroup
 from paceline.neuron import environment, graph_lint, graph_product, prompt_attention
-from paceline.neuron.chips import CAPABILITIES, DRAFT_LENGTHS, Chip
+from paceline.neuron.chips import CAPABILITIES, DRAFT_LENGTHS, Chip, announcement
 from paceline.neuron.kernels import TraceableKernels
 from paceline.neuron.lowering import Lowered, lower, state_of
 from paceline.neuron.noise_record import ChecksNoise
@@ -117,8 +117,13 @@ class NeuronNativeBackend(ChecksNoise, Backend):
         Raises:
             BackendError: the graph breaks a rule of the compiler.
         """
-        announce(f"compiling {graph.name}")
-        return compiled(graph, self.stack, prompts=self._prompts, announce=announce)
+        announce(f"{_preparation().step} {graph.name}")
+        made = compiled(graph, self.stack, prompts=self._prompts, announce=announce)
+        return _Prepared(graph.name, made, blank=made.blank, announce=announce)
+
+    def prepare(self) -> AbstractContextManager[None]:
+        """Context in which no graph runs; at its end their number is announced, and each is compiled."""
+        return _preparation().open()
 
     def read_state(self, state: Tensor) -> Tensor:
         return state_on(self.stack, state)
@@ -133,10 +138,15 @@ def prompt_form() -> PromptAttention:
     """
     if not environment.neuron_prompt_kernel():
         return PromptAttention("PACELINE_NEURON_PROMPTS=plain")
-    return PromptAttention(cores=environment.neuron_logical_cores() or CAPABILITIES[Chip.TRN2].logical[0])
+    return PromptAttention(cores=_logical())
 
 
-def compiled(graph: Graph, home: Runtime, *, prompts: PromptAttention, announce: Callable[[str], None]) -> Step:
+def _logical() -> int:
+    """Return the physical cores per logical core."""
+    return environment.neuron_logical_cores() or CAPABILITIES[Chip.TRN2].logical[0]
+
+
+def compiled(graph: Graph, home: Runtime, *, prompts: PromptAttention, announce: Callable[[str], None]) -> _Compiled:
     """Trace one graph for a device; it is compiled at its first call.
 
     ``prompts``: setting of the kernels in the graph's module.
@@ -182,7 +192,7 @@ class _Compiled:
     """One graph, and the device's tensors that it reads and writes."""
 
     def __init__(self, graph: Graph, lowered: Lowered, home: Runtime, *, cores: int) -> None:
-        self._name, self._device = graph.name, home.device
+        self._name, self._device, self.blank = graph.name, home.device, lowered.blank
         # Weak references if the decoder owns the weight: the copies are kept alive by this object.
         self._state = [_copies().of(x, home.device) for x in state_of(graph.module, lowered).values()]
         # Each graph module has separate code, so that each key is compiled once and does not count as another's
@@ -207,6 +217,72 @@ class _Compiled:
             ) from error
         self._ready = True
         return outputs
+
+
+class _Prepared:
+    """One graph. While graphs are prepared it does not run: its results are zeros of their shapes."""
+
+    def __init__(
+        self, name: str, step: Step, *, blank: Callable[[], list[Tensor]], announce: Callable[[str], None]
+    ) -> None:
+        self.name, self.step, self.announce, self._blank = name, step, announce, blank
+
+    def __call__(self, *inputs: Tensor) -> list[Tensor]:
+        waiting = _preparation().waiting
+        if waiting is None:
+            return self.step(*inputs)
+        waiting.setdefault(self, [x.clone() for x in inputs])
+        return self._blank()
+
+
+class _Preparation:
+    """Graphs that are requested before one runs: their number is then known before the first is compiled.
+
+    waiting  those with inputs of their first call; None outside
+    """
+
+    def __init__(self) -> None:
+        self.waiting: dict[_Prepared, list[Tensor]] | None = None
+
+    @property
+    def step(self) -> str:
+        """Word for the work on a requested graph."""
+        return "compiling" if self.waiting is None else "tracing"
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Collect graphs, and compile them at the end, one after the other.
+
+        Raises:
+            BackendError: some do not compile. The others are usable.
+        """
+        if self.waiting is not None:  # nested in another decoder's preparation
+            yield
+            return
+        self.waiting = {}
+        try:
+            yield
+            found = self.waiting
+        finally:
+            self.waiting = None
+        refused = []
+        for done, (graph, inputs) in enumerate(found.items(), start=1):
+            if done == 1:
+                graph.announce(announcement(len(found), 1, _logical()))
+            graph.announce(f"compiling {graph.name}, {done} of {len(found)}")
+            try:
+                graph.step(*inputs)
+            except BackendError as error:
+                refused.append(str(error))
+        if refused:
+            raise BackendError(
+                f"{len(refused)} of {len(found)} graphs cannot be used; the others are ready. " + "; ".join(refused)
+            )
+
+
+@lru_cache(maxsize=1)
+def _preparation() -> _Preparation:
+    return _Preparation()
 
 
 def in_place(lowered: Lowered, device: torch.device, *, cores: int = 1) -> fx.GraphModule:
@@ -268,6 +344,7 @@ class NativeMember:
         self.prompts = prompt_form()
         self.kernels: Kernels = TraceableKernels(self.prompts)
         self.group: Collectives = DeviceGroup(degree, name)
+        self.blank: Callable[[], list[Tensor]] = list  # of the latest graph
         self._rank = rank
         self._port = _free_port() if rank == 0 else 0
         if rank == 0:
@@ -313,7 +390,9 @@ class NativeMember:
             torch.distributed.destroy_process_group()
 
     def compile(self, graph: Graph) -> Step:
-        return compiled(graph, self.runtime, prompts=self.prompts, announce=self.announce)
+        made = compiled(graph, self.runtime, prompts=self.prompts, announce=self.announce)
+        self.blank = made.blank
+        return made
 
 
 class NeuronNativeRanks(ChecksNoise, RankedBackend):
@@ -332,9 +411,13 @@ class NeuronNativeRanks(ChecksNoise, RankedBackend):
         self._member, self.stack = member, member.runtime
 
     def compile(self, graph: Graph, announce: Callable[[str], None]) -> Step:
-        announce(f"compiling {graph.name} on {self.group.degree} cores")
+        announce(f"{_preparation().step} {graph.name} on {self.group.degree} cores")
         self._member.announce = announce
-        return super().compile(graph, announce)
+        step = super().compile(graph, announce)
+        return _Prepared(graph.name, step, blank=self._member.blank, announce=announce)
+
+    def prepare(self) -> AbstractContextManager[None]:
+        return _preparation().open()
 
     def read_state(self, state: Tensor) -> Tensor:
         """Return rank 0's value of a state: states that are read are the same on all ranks."""

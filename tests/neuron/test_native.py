@@ -26,7 +26,7 @@ from paceline.neuron.native import NeuronNativeRanks, Runtime, in_place
 from tests.decoder.steps import STEPS, fused, inputs, traceable
 from tests.decoder.tiny import Workshop
 from tests.neuron.conftest import load
-from tests.neuron.native_stand_in import Recorded, StandInMember
+from tests.neuron.native_stand_in import VERSIONS, Recorded, StandInMember
 from tests.neuron.torch_mlir_operators import takes
 
 COLLECTIVES = "_c10d_functional."
@@ -38,7 +38,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[Recorde
     """The backend over a fake, with the CPU as its device."""
     made = Recorded()
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
-    home = Runtime(torch.device("cpu"), made.compiler, ("2.13.3.0", "2.28.7631.0"))
+    home = Runtime(torch.device("cpu"), made.compiler, VERSIONS)
     monkeypatch.setattr(neuron_native, "runtime", lambda: home)
     torch._dynamo.reset()
     counters.clear()
@@ -80,6 +80,31 @@ def test_a_fused_pair_keeps_the_tokens_and_compiles_once_per_key(workshop: Works
 
     with pytest.raises(SamplingError, match="refused on backend='neuron-native' until the check of the noise"):
         generator.sample(PROMPTS, do_sample=True, seed=1)
+
+
+def test_graphs_are_announced_before_the_first_is_compiled(
+    workshop: Workshop, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft, target = (load(workshop, role, backend="neuron-native", slots=[2]) for role in ("draft", "target"))
+    said: list[tuple[str, int]] = []
+    for decoder in (draft, target):
+        decoder.on_graph = lambda event: said.append((event.message, len(recorded.graphs)))
+    generator = SpeculativeGenerator(draft, target, k=1, fused=True)
+    generator.compile(kinds=("greedy",))
+    count = len(recorded.graphs)
+    (told,) = [(message, done) for message, done in said if "an estimate" in message]
+    assert told[0].startswith(f"{count} graphs, 1 at a time: about {5 * count} minutes") and told[1] == 0 < count
+    assert said[-1][0].endswith(f", {count} of {count}") and said[-1][1] == count - 1
+    wanted = workshop.decoder(backend="eager", slots=2).sample(PROMPTS, max_new_tokens=10)
+    assert torch.equal(generator.sample(PROMPTS, max_new_tokens=10), wanted) and len(recorded.graphs) == count
+
+    def refuses(_graph: object, _example: object, **_options: object) -> None:
+        raise ValueError("no room")
+
+    monkeypatch.setattr(neuron_native, "runtime", lambda: Runtime(torch.device("cpu"), refuses, VERSIONS))
+    other = load(workshop, backend="neuron-native", slots=[2])
+    with pytest.raises(BackendError, match=r"(?s)2 of 2 graphs cannot be used.*compiling for Neuron failed.*no room"):
+        SpeculativeGenerator(None, other, k=0).compile(kinds=("greedy",))
 
 
 def test_sampling_is_rejected_until_the_noise_check_passes(recorded: Recorded) -> None:
