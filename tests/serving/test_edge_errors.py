@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from threading import Timer
 from typing import Any
 
 import httpx2 as httpx
@@ -421,10 +420,11 @@ def test_a_lost_answer_ends_with_an_error_object() -> None:
     engine.pause_s, say = 0.05, engine.submit
 
     def lost(call: Call, sink: Sink) -> None:
-        if streamed:
-            say(call, sink)
         end = CallUpdate(call.ticket, ended=True, error=WorkerError("a part was lost"))
-        Timer(0.3 if streamed else 0.0, sink, ([end],)).start()
+        if streamed:
+            say(call, lambda updates: (sink(updates), sink([end]))[0])
+        else:
+            sink([end])
 
     engine.submit = lost  # type: ignore[method-assign]
     with running(app) as address:
