@@ -213,7 +213,7 @@ class AssistantHead(AutoregressiveHead):
         kernels, body, real = self.kernels, self.body, place.real
         caches = dict(zip(body.config.cached_layers, body.caches, strict=True))
         rows = {source: self._rows(caches[source], place) for source in set(self.config.sources)}
-        x = scaled(kernels.embed(body.lent.embedding, token), body.config.blueprint.embedding_scale)
+        x = scaled(kernels.embed(body.shared.embedding, token), body.config.blueprint.embedding_scale)
         x = kernels.linear(torch.cat((x, hidden[..., : self.config.size].contiguous()), -1), self.enter, real)
         rotations = self.network.rotations((place.row + 1).clamp(max=self.options.n_positions - 1).unsqueeze(1))
         for layer, source, rotation in zip(self.network.layers, self.config.sources, rotations, strict=True):
