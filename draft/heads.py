@@ -131,7 +131,7 @@ class AutoregressiveHead(CachedHead):
         """Read a token that was just drafted: token [B, 1] int32, hidden [B, 1, H] that predicted it -> [B, 1, H]."""
 
     def next_place(self, row: Tensor, ahead: int, bucket: int, *, sampling: SamplingTensors) -> CachePosition:
-        """Return the place of a drafted token, ``ahead`` rows behind the last committed one's ``row`` [B]."""
+        """Return the place of a drafted token, ``ahead`` rows after the last committed one's ``row`` [B]."""
         return self.place(row + ahead, 1, bucket, sampling=sampling)
 
     @abstractmethod
