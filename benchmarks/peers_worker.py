@@ -1,4 +1,4 @@
-"""One program of `peers.py`, in its process and environment: python benchmarks/peers_worker.py PROGRAM
+"""One program of `peers.py`, in a separate process and environment: python benchmarks/peers_worker.py PROGRAM
 
 It reads lines of JSON: first what is asked, which it answers with the names of the modes that it has loaded, then the
 name of a mode, which it answers with tokens, and seconds after and for the prompts, as the program reports them.
@@ -79,7 +79,7 @@ def openvino(asked: Asked) -> Iterator[tuple[str, Callable[[], Mode]]]:
 
 
 def onnxruntime(asked: Asked) -> Iterator[tuple[str, Callable[[], Mode]]]:
-    """onnxruntime-genai; without a server or benchmark, so its calls are timed."""
+    """onnxruntime-genai; it has no server or benchmark, so its calls are timed."""
     import onnxruntime_genai
 
     def make(form: str, grams: int) -> Mode:
@@ -128,7 +128,7 @@ def mlx(asked: Asked) -> Iterator[tuple[str, Callable[[], Mode]]]:
 
 
 def transformers(asked: Asked) -> Iterator[tuple[str, Callable[[], Mode]]]:
-    """transformers; without a benchmark, so `generate` is timed, once with a single token."""
+    """transformers; it has no benchmark, so `generate` is timed, once with a single token."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -1,4 +1,4 @@
-"""Gemma 4's assistant: a few layers that have no keys and values, and attend to those of the target.
+"""Gemma 4's assistant: a few layers without keys and values, which attend to the target's.
 
 They read the embedding of the last token and the state that predicted it, through one product, and give the next token
 and the next state. Queries of a round all have the position of the last committed token, whose keys are not written

@@ -230,7 +230,7 @@ def test_an_adaptive_length_follows_its_times(workshop: Workshop, tmp_path: Path
 
 def test_requests_that_compete_for_rows_take_the_time_that_is_known_by_hand() -> None:
     """Every draft of one request is right, none of the other is. A row takes a second, so three tokens in the 4.25
-    seconds of three rows are the best: two in 3 plainly, three in 5.25 with both drafts.
+    seconds of three rows are the best: two in 3 without drafts, three in 5.25 with both.
     """
     rounds, (right, wrong) = 400, ((7, 9), (3, 0))
     texts = [

@@ -1,4 +1,4 @@
-"""DFlash heads and PARD decoders that are trained: they learn, go on where they stopped, and draft when reloaded."""
+"""DFlash heads and PARD decoders that are trained: they learn, resume where they stopped, and draft when reloaded."""
 
 from __future__ import annotations
 
