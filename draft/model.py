@@ -21,7 +21,8 @@ from paceline.decoder.decoder import CompiledDecoder, ModelWithCache
 from paceline.decoder.kernels.protocol import CachePosition
 from paceline.decoder.options import DecoderOptions
 from paceline.decoder.steps import prefill_in_chunks, window
-from paceline.draft.heads import AutoregressiveHead, ChainStep, HeadDrafter, Kept, at_index
+from paceline.draft.drafted_tokens import Kept
+from paceline.draft.heads import AutoregressiveHead, ChainStep, HeadDrafter, at_index
 from paceline.draft.vocab_map import VocabMap
 
 

@@ -16,7 +16,7 @@ from paceline.core.types import DraftKey, DraftShape, SamplingKind, SamplingTens
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.json_fields import Fields
 from paceline.decoder.options import MAX_WIDTH
-from paceline.draft.heads import DraftedTokens, Kept
+from paceline.draft.drafted_tokens import DraftedTokens, Kept
 from paceline.draft.model import ModelDrafter, ModelHead
 from paceline.draft.vocab_map import VocabMap
 

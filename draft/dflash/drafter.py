@@ -20,7 +20,8 @@ from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.weights.hub import checkpoint_path
 from paceline.draft.dflash.config import DFlashConfig, parse
 from paceline.draft.dflash.head import BlockStep, DFlashHead, Tables
-from paceline.draft.heads import HeadDrafter, Kept
+from paceline.draft.drafted_tokens import Kept
+from paceline.draft.heads import HeadDrafter
 from paceline.draft.options import parse_draft_tree
 from paceline.heads import layouts
 from paceline.heads.checkpoint import as_dtype, check, drafted_ids, head_form, read, unless_equal

@@ -32,7 +32,8 @@ from paceline.decoder.parallel.vocab_part import topk
 from paceline.decoder.weights.formats import WeightFormat
 from paceline.decoder.weights.quantize import MatrixLike, matrix, quantize
 from paceline.draft.dflash.config import DFlashConfig
-from paceline.draft.heads import DraftedTokens, Kept, at_index
+from paceline.draft.drafted_tokens import DraftedTokens, Kept
+from paceline.draft.heads import at_index
 from paceline.draft.table_head import TableHead
 
 _ITSELF = AttentionRule(window=1)

@@ -24,8 +24,9 @@ from paceline.decoder.parallel.sharding import WHOLE, Layout
 from paceline.decoder.steps import CompactPathStep, PrefillStep, WindowStep
 from paceline.draft.dflash.config import parse
 from paceline.draft.dflash.head import BlockStep, DFlashHead, Tables
+from paceline.draft.drafted_tokens import Kept
 from paceline.draft.gemma4_assistant import AssistantHead
-from paceline.draft.heads import ChainStep, Kept, ReadStep
+from paceline.draft.heads import ChainStep, ReadStep
 from paceline.draft.layerskip import EarlyExitHead
 from paceline.draft.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorHead
 from paceline.draft.model import ModelHead

@@ -17,7 +17,7 @@ from paceline.decoder.json_fields import Fields
 from paceline.decoder.models.config import ModelConfig
 from paceline.draft.dflash.config import parse
 from paceline.draft.dflash.drafter import DFlashDrafter
-from paceline.draft.heads import DraftedTokens
+from paceline.draft.drafted_tokens import DraftedTokens
 from tests.sampled import run, texts
 
 MASK, BLOCK = 7, 9

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from prometheus_client.parser import text_string_to_metric_families
 
 from paceline.core.drafter_statistics import DrafterCounts, DrafterHealth
@@ -73,6 +75,13 @@ def test_counts_equal_the_engines_after_any_number_of_updates() -> None:
     assert lengths == [2.5, 2.0]
     assert found["vllm:time_to_first_token_seconds_count", ""] == 1
     assert found["vllm:inter_token_latency_seconds_count", ""] == 2
+
+
+def test_a_drafter_that_does_not_fit_is_1_until_it_does() -> None:
+    metrics = MetricSet("m", "a", ray_too=False)
+    for misfit in ("it does not fit", ""):
+        metrics.update(replace(FIGURES, misfit=misfit), None, num_slots=4)
+        assert samples(metrics.text())["paceline:drafter_misfit", ""] == bool(misfit)
 
 
 def test_requests_report_their_phase_times() -> None:
