@@ -30,7 +30,7 @@ class Keys:
         """A number above 0; of one for each layer, the largest: tensors show whether layers differ."""
         values = self.get(key)
         if isinstance(values, list) and values and all(isinstance(one, int) and one > 0 for one in values):
-            return max(values)
+            return int(max(values))
         return self.fields.integer(f"{self.prefix}.{key}", default)
 
     def whole(self, key: str) -> int:

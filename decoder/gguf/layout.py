@@ -112,7 +112,8 @@ def pieces(header: GgufHeader) -> dict[str, Piece]:
             continue  # read with attn_v_b
         prefix = "" if layer is None else family.names.layer.format(i=layer[1])
         if layer is None:
-            cuts = _outer_cuts(*outer.get(stem, ("", stem)), tensor.shape, rows=rows)
+            part, name = outer.get(stem, ("", stem))
+            cuts = _outer_cuts(part, name, tensor.shape, rows=rows)
         else:
             part = layer[2] if kind != "scale" else f"{layer[2]}.scale"
             cuts = _cuts(part, tensor.shape, rows, inner=inner, keys=keys)

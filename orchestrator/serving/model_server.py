@@ -43,6 +43,7 @@ from paceline.serving.openai.requests import (
 )
 from paceline.serving.parsers import (
     JsonListParser,
+    ListOrTextParser,
     NamedCallParser,
     OneCallParser,
     Parser,
@@ -62,7 +63,7 @@ from paceline.serving.router import (
     TextRequest,
     TokenRequest,
 )
-from paceline.serving.tool_formats import ToolFormat, tool_format
+from paceline.serving.tool_formats import TOLD, ToolFormat, told_turns, tool_format
 from paceline.serving.writers import ChatWriter, CompletionWriter, Echo, ResponsesWriter, token_text
 from paceline.text.chat import for_template, roles_in_parts
 from paceline.text.stop_strings import StopStringFilter, StopStrings
@@ -188,10 +189,11 @@ class ModelServer:
             prompts = chat_prompts(self._tokenizer, chat_request, self._format)
         else:
             prompts = _completion_prompts(self._tokenizer, chat_request)
-        params = sampling_params(chat_request, self._tokenizer, prompts.reasoning)
+        told = isinstance(chat_request, ChatRequest) and self._format.tells(chat_request)
+        params = sampling_params(chat_request, self._tokenizer, prompts.reasoning, told=told)
         rows = [ids for ids in prompts.ids for _ in range(chat_request.n)]
         requests = Request.batch(rows, params, self._limits_of(chat_request, rows, context.max_sequence))
-        writer = self._writer(request, context, prompts)
+        writer = self._writer(request, context, prompts, told=told)
         stop = StopStrings.of(params.stop_strings)
         decoder = self._decoder
         if isinstance(chat_request, ChatRequest):
@@ -257,16 +259,21 @@ class ModelServer:
         elif self._format.tools is not None and (request.tools_offered or self._format.tools.always):
             calls = self._format.tools.make(request.tool_schemas)
             parser = calls if request.parallel_tool_calls else OneCallParser(calls)
+        elif self._format.tells(request):
+            parser = ListOrTextParser()
         if self._format.reasoning is not None:
             return ReasoningParser(self._format.reasoning, parser, started=prompts.in_reasoning)
         return parser
 
-    def _writer(self, request: TextRequest, context: RequestContext, prompts: RequestPrompts) -> AnswerWriter:
+    def _writer(
+        self, request: TextRequest, context: RequestContext, prompts: RequestPrompts, *, told: bool
+    ) -> AnswerWriter:
+        said = {"tool_call_format": "generic"} if told else {}
         if isinstance(request, ResponsesRequest):
-            return ResponsesWriter(request, context)
+            return ResponsesWriter(request, context, said)
         if isinstance(request, CompletionRequest):
             return CompletionWriter(request, context, self._token_bytes, prompts=prompts.echoed)
-        return ChatWriter(request, context, self._token_bytes)
+        return ChatWriter(request, context, self._token_bytes, said=said)
 
 
 class LocalRouter:
@@ -350,6 +357,10 @@ class ChatFormat:
         template = templates if isinstance(templates, str) else "\n".join(map(str, dict(templates).values()))
         return cls(template, tool_format(template), reasoning_of(template), roles_in_parts(tokenizer))
 
+    def tells(self, request: ChatRequest | TokenizeRequest) -> bool:
+        """Whether messages tell the model of a request's functions, since its template has no known form for them."""
+        return bool(request.tools_offered) and self.tools is None
+
     def markers(self, *, tools: bool) -> tuple[str, ...]:
         """Return the strings that response parsers search for and that may be special tokens. ``tools``: calls are
         possible.
@@ -406,13 +417,11 @@ def _chat_text(tokenizer: Tokenizer, request: ChatRequest | TokenizeRequest, for
     """Render a conversation as the text that the model reads.
 
     Raises:
-        RefusedError: there is no chat template, it does not support tools, or it rejects the messages.
+        RefusedError: there is no chat template, or it rejects the messages.
     """
     chat_tokenizer: Any = tokenizer
     if not form.template:
         raise RefusedError(400, "messages: this model has no chat template; use /v1/completions", param="messages")
-    if request.tools_offered and form.tools is None:
-        raise RefusedError(400, "tools: this model's chat template does not support tools; omit tools", param="tools")
     given = request.template_kwargs
     taken = {*inspect.signature(chat_tokenizer.apply_chat_template).parameters, "messages"} if given else set()
     if (name := next((one for one in given if one in taken), None)) is not None:
@@ -422,17 +431,39 @@ def _chat_text(tokenizer: Tokenizer, request: ChatRequest | TokenizeRequest, for
             param="chat_template_kwargs",
         )
     tools = [tool.model_dump(exclude={"function": {"strict"}}) for tool in request.tools_offered] or None
-    turns = for_template([_as_dict(message) for message in request.messages or ()], form.in_parts)
+    turns = [_as_dict(message) for message in request.messages or ()]
     opened = {"add_generation_prompt": request.opens_turn, "continue_final_message": request.continue_final_message}
     kwargs = {**given, **opened}
-    try:
-        return str(chat_tokenizer.apply_chat_template(turns, tools=tools, tokenize=False, **kwargs))
-    except Exception as error:  # templates are programs that may raise any error
-        raise RefusedError(
-            400,
-            f"messages: the chat template rejects them ({error}); correct the roles or their order",
-            param="messages",
-        ) from error
+    forms, told = [turns, _with_text_arguments(turns)], form.tells(request)
+    if told:
+        functions, tools = [one["function"] for one in tools or ()], None
+        forms = [told_turns(turns, functions, system=system) for system in (True, False)]
+    refused: Exception | str = "it leaves the functions out"
+    for tried in forms:
+        tried = for_template(tried, form.in_parts)
+        try:
+            text = str(chat_tokenizer.apply_chat_template(tried, tools=tools, tokenize=False, **kwargs))
+        except Exception as error:  # templates are programs that may raise any error
+            refused = error
+            continue
+        if not told or TOLD in text:  # some leave system messages out
+            return text
+    raise RefusedError(
+        400,
+        f"messages: the chat template rejects them ({refused}); correct the roles or their order",
+        param="messages",
+    ) from (refused if isinstance(refused, Exception) else None)
+
+
+def _with_text_arguments(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages whose calls have their arguments as text, which some templates want."""
+    return [
+        {**turn, "tool_calls": [
+            {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+            for call in turn["tool_calls"]
+        ]} if "tool_calls" in turn else dict(turn)
+        for turn in turns
+    ]  # fmt: skip
 
 
 def _as_dict(message: Message) -> dict[str, Any]:
@@ -468,18 +499,22 @@ def _as_dict(message: Message) -> dict[str, Any]:
 
 
 def sampling_params(
-    request: CompletionRequest | ChatRequest, tokenizer: Tokenizer, reasoning: ReasoningMarkers | None = None
+    request: CompletionRequest | ChatRequest,
+    tokenizer: Tokenizer,
+    reasoning: ReasoningMarkers | None = None,
+    *,
+    told: bool = False,
 ) -> SamplingParams:
     """Return the sampling parameters for the engine. A greedy request has all values too, so that one out of range is
     always rejected.
 
-    ``reasoning``: markers of the text that may precede a structured response.
+    ``reasoning``: markers of the text that may precede a structured response. ``told``: see `ChatFormat.tells`.
 
     Raises:
         SamplingError: a value is out of range, or a schema, expression or grammar cannot be compiled.
     """
     stops = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
-    structured = _structured(request)
+    structured = _structured(request, told=told)
     return SamplingParams(
         max_new_tokens=request.max_new_tokens,
         min_tokens=request.min_tokens,
@@ -507,12 +542,16 @@ def sampling_params(
     )
 
 
-def _structured(request: CompletionRequest | ChatRequest) -> StructuredOutput | None:
-    """Return the structure required of the text: the request's own, or that of the calls that it requires."""
+def _structured(request: CompletionRequest | ChatRequest, *, told: bool) -> StructuredOutput | None:
+    """Return the structure required of the text: the request's own, or that of the calls that it requires, or may make
+    where messages told of them.
+    """
     if isinstance(request, ChatRequest) and (calls := _demanded_calls(request)) is not None:
         return StructuredOutput("json_schema", calls)
     if (constraint := request.structured) is None:
-        return None
+        if not told or not isinstance(request, ChatRequest):
+            return None
+        return StructuredOutput("grammar", _CALLS_OR_TEXT + json.dumps(_calls(request)))
     if constraint.json_object is not None:
         return StructuredOutput("json_object") if constraint.json_object else None
     for kind in ("json_schema", "regex", "choice", "grammar"):
@@ -528,8 +567,16 @@ def _demanded_calls(request: ChatRequest) -> dict[str, Any] | None:
     choice = request.tool_choice
     if isinstance(choice, NamedTool):
         return next(_arguments(tool) for tool in request.tools if tool.function.name == choice.function.name)
-    if choice != "required":
-        return None
+    return _calls(request) if choice == "required" else None
+
+
+_CALLS_OR_TEXT = r"""start: calls | text
+text: /\s*[^\[\s](.|\n)*/
+calls: %json """
+
+
+def _calls(request: ChatRequest) -> dict[str, Any]:
+    """Return the schema of a list of calls."""
     calls = [
         {
             "type": "object",

@@ -339,6 +339,22 @@ class JsonListParser(_JsonCallsParser):
         return Delta()
 
 
+class ListOrTextParser(JsonListParser):
+    """A list of calls, or text that does not begin with a bracket: the form of functions that messages tell of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._state = self._first
+
+    def flush(self) -> Delta:
+        return Delta(self._take()) if self._state == self._first else super().flush()
+
+    def _first(self) -> Delta:
+        if begun := self._held.lstrip():
+            self._state = self._before if begun.startswith("[") else self._plain
+        return Delta()
+
+
 _TOOL_CALLS = "[TOOL_CALLS]"
 _HEAD_END = ("[CALL_ID]", "[ARGS]")
 _NAME = re.compile(r"[\w.\-]+")

@@ -481,6 +481,40 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
 """Formats in the order in which templates are searched."""
 
 
+TOLD = "You can call functions. Each line describes one, with the JSON schema of its parameters:"
+_ANSWERS = (
+    'To call some, answer with a JSON list alone: [{"name": "...", "parameters": {...}}]. Otherwise answer in text '
+    "that does not begin with a bracket."
+)
+
+
+def told_turns(
+    turns: Sequence[Mapping[str, Any]], functions: Sequence[Mapping[str, Any]], *, system: bool
+) -> list[dict[str, Any]]:
+    """Write a conversation for a template without tools. The ``system`` message, or else the user's first, tells of the
+    functions; calls become the assistant's text, and their results the user's.
+    """
+    told = "\n".join((TOLD, *(json.dumps(function, ensure_ascii=False) for function in functions), _ANSWERS))
+    made: list[dict[str, Any]] = [{"role": "system", "content": told}] if system else []
+    told = "" if system else told
+    before = "system" if system else ""  # this turn joins one of the same role, as a result joins another one
+    for turn in turns:
+        role, text = turn["role"], turn["content"]
+        if calls := turn.get("tool_calls"):
+            named = [{"name": one["function"]["name"], "parameters": one["function"]["arguments"]} for one in calls]
+            text = "\n".join(filter(None, (text, json.dumps(named, ensure_ascii=False))))
+        if role == "tool":
+            role, text = "user", f"Result: {text}"
+        if role == "user" and told:
+            text, told = f"{told}\n\n{text}", ""
+        if role == before:
+            made[-1]["content"] += f"\n\n{text}"
+        else:
+            made.append({"role": role, "content": text})
+        before = "user" if turn["role"] == "tool" else ""
+    return made
+
+
 def tool_format(template: str) -> ToolFormat | None:
     """Return the format that a chat template teaches, if it has a place for tools at all and the format is known."""
     if "tools" not in template:

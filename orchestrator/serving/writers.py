@@ -60,7 +60,14 @@ class _ChoicesWriter:
     by_token = False
     _id, _object, _streamed = "", "", ""  # prefix of ids; names of a whole response and of a streamed part
 
-    def __init__(self, request: CompletionRequest | ChatRequest, context: RequestContext, bytes_of: BytesOf) -> None:
+    def __init__(
+        self,
+        request: CompletionRequest | ChatRequest,
+        context: RequestContext,
+        bytes_of: BytesOf,
+        *,
+        said: Mapping[str, object] | None = None,
+    ) -> None:
         self._request, self._context, self._bytes_of = request, context, bytes_of
         self._num_top = request.top_logprobs_wanted
         self._head: Mapping[str, object] = {
@@ -68,6 +75,7 @@ class _ChoicesWriter:
             "object": self._streamed if request.stream else self._object,
             "created": context.created,
             "model": request.model,
+            **(said or {}),
         }
 
     def step(self, step: AnswerStep, usage: Callable[[], Usage]) -> bytes:
@@ -236,7 +244,8 @@ class ResponsesWriter:
 
     by_token = True
 
-    def __init__(self, request: ResponsesRequest, context: RequestContext) -> None:
+    def __init__(self, request: ResponsesRequest, context: RequestContext, said: Mapping[str, object]) -> None:
+        self._said = said
         self._request, self._id, self._created = request, context.id, context.created
         self._numbers = count()
         self._text = ChoiceText()
@@ -384,6 +393,7 @@ class ResponsesWriter:
             "truncation": "disabled",
             "usage": counts,
             "metadata": request.metadata,
+            **self._said,
         }
 
 

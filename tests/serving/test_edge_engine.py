@@ -45,8 +45,8 @@ DRAFT = near(TARGET, seed=1, spread=0.6)
 CONTEXT = RequestContext("abc", 1_700_000_000, spec_metrics="detailed")
 
 
-def generator() -> SpeculativeGenerator:
-    target, draft = (TableDecoder(logits, slots=4, kv_buckets=(512,), eos=(0,)) for logits in (TARGET, DRAFT))
+def generator(positions: int = 512) -> SpeculativeGenerator:
+    target, draft = (TableDecoder(logits, slots=4, kv_buckets=(positions,), eos=(0,)) for logits in (TARGET, DRAFT))
     return SpeculativeGenerator(draft, target, k=3)
 
 
@@ -269,6 +269,38 @@ def test_required_tool_calls_are_made(client: openai.OpenAI) -> None:
         assert calls and {call.function.name for call in calls} <= names
         if chat.choices[0].finish_reason != "length":
             assert all(json.loads(call.function.arguments)["a"] in ("x", "yy") for call in calls)
+
+
+def test_a_model_whose_template_has_no_tools_calls_by_a_grammar() -> None:
+    """Text stays free; a list of calls is one that the functions admit, whole or streamed, and the answer says so."""
+    tokenizer = letters("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]")
+    engine = SharedEngine(generator(2048))
+    made = ModelServer(tokenizer, engine, engine._generator.limits, card=card())
+    tools: Any = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("f", "g")]
+    bracket = tokenizer.convert_tokens_to_ids("[")
+    with client_of(create_app(LocalRouter({"m": made}), ApiSettings())) as client:
+        for bias in (100, -100):
+            fields: Any = {"model": "m", "messages": [{"role": "user", "content": "a"}], "tools": tools, "seed": 5,
+                           "logit_bias": {bracket: bias}, "max_tokens": 300}  # fmt: skip
+            ask: Any = client.chat.completions.create
+            whole = ask(**fields)
+            assert whole.model_extra["tool_call_format"] == "generic"
+            (choice,) = whole.choices
+            chunks = list(ask(**fields, stream=True))
+            assert {chunk.model_extra["tool_call_format"] for chunk in chunks} == {"generic"}
+            pieces = [chunk.choices[0].delta for chunk in chunks]
+            streamed = "".join(call.function.arguments for piece in pieces for call in piece.tool_calls or [])
+            if bias < 0:
+                assert choice.message.content and not choice.message.tool_calls and not streamed
+                continue
+            calls = choice.message.tool_calls
+            assert calls and {call.function.name for call in calls} <= {"f", "g"} and not choice.message.content
+            assert "".join(call.function.arguments for call in calls) == streamed
+            assert json.loads(calls[0].function.arguments)["a"] in ("x", "yy")
+            response: Any = client.responses.create(
+                model="m", input="a", tools=[{"type": "function", **tools[0]["function"]}], max_output_tokens=9
+            )
+            assert response.model_extra["tool_call_format"] == "generic"
 
 
 def test_a_prediction_changes_no_token(client: openai.OpenAI) -> None:
