@@ -269,7 +269,7 @@ def test_a_p_eagle_head_is_trained_written_and_drafts(workshop: Workshop, tmp_pa
     asked = EagleHeadOptions(layers=LAYERS, depth=2, num_layers=2, qk_norm=True, fc_norm=True, peagle=True)
     train.train(
         workshop.checkpoint(),
-        rare,
+        TrainingData(rare),
         asked,
         texts=SHORT,
         options=EagleTraining(tokens=24 * 8 * 2, ttt_steps=2, batch_size=8),
