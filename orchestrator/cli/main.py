@@ -98,6 +98,12 @@ TRAIN = _all_in(
     "train",
     {
         "medusa": ("Train Medusa heads on a frozen target, and print how often each head is right."),
+        "dflash": (
+            "Train a DFlash head on a frozen target, and print its acceptance: blocks with 1, 2, ... right drafts."
+        ),
+        "pard": (
+            "Train a PARD decoder on a frozen target, and print its acceptance: blocks with 1, 2, ... right drafts."
+        ),
         "eagle": (
             "Train an EAGLE head on a frozen target, and print its acceptance: greedy chains of 1, 2, ... right drafts."
         ),

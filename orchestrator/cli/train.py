@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -298,12 +299,14 @@ def _train(
     *,
     files: TrainingFiles,
     device: str,
+    check: Callable[[ModelConfig], None],
     train: Callable[[TrainingData, Path, Progress], list[float] | None],
     as_json: bool,
 ) -> None:
     """Read the data, train, and print the acceptance: greedy chains of 1, 2, ... right drafts."""
     with console.refusals():
         given = training_data(data, target, dtype=files.data_dtype)
+        check(ModelConfig.from_pretrained(target))
         work = files.make_work()
         from paceline.heads.trainer import distributed, rank
 
@@ -329,16 +332,22 @@ def eagle(
     as_json: AsJson = False,
 ) -> None:
     """Train an EAGLE head on a frozen target, and print its acceptance: greedy chains of 1, 2, ... right drafts."""
-    with console.refusals():
-        from paceline.eagle import train
-
-        train.check(head, texts, ModelConfig.from_pretrained(target))
+    from paceline.eagle import train
 
     def run(given: TrainingData, work: Path, report: Progress) -> list[float] | None:
         return train.train(target, given, head, texts=texts, options=training, work=work, out=files.out, report=report)
 
     label = f"an EAGLE-{head.version} head"
-    _train(label, target, data, files=files, device=training.device, train=run, as_json=as_json)
+    _train(
+        label,
+        target,
+        data,
+        files=files,
+        device=training.device,
+        check=partial(train.check, head, texts),
+        train=run,
+        as_json=as_json,
+    )
 
 
 @command(app, "dflash")
@@ -353,15 +362,15 @@ def dflash(
     as_json: AsJson = False,
 ) -> None:
     """Train a DFlash head on a frozen target, and print its acceptance: blocks with 1, 2, ... right drafts."""
-    with console.refusals():
-        head.check(ModelConfig.from_pretrained(target))
 
     def run(given: TrainingData, work: Path, report: Progress) -> list[float] | None:
         from paceline.draft.dflash.train import train_dflash
 
         return train_dflash(target, given, head, texts=texts, options=training, work=work, out=files.out, report=report)
 
-    _train("a DFlash head", target, data, files=files, device=training.device, train=run, as_json=as_json)
+    _train(
+        "a DFlash head", target, data, files=files, device=training.device, check=head.check, train=run, as_json=as_json
+    )
 
 
 @command(app, "pard")
@@ -376,8 +385,6 @@ def pard(
     as_json: AsJson = False,
 ) -> None:
     """Train a PARD decoder on a frozen target, and print its acceptance: blocks with 1, 2, ... right drafts."""
-    with console.refusals():
-        decoder.check(ModelConfig.from_pretrained(target))
 
     def run(given: TrainingData, work: Path, report: Progress) -> list[float] | None:
         from paceline.draft.pard_train import train_pard
@@ -386,7 +393,16 @@ def pard(
             target, given, decoder, texts=texts, options=training, work=work, out=files.out, report=report
         )
 
-    _train("a PARD decoder", target, data, files=files, device=training.device, train=run, as_json=as_json)
+    _train(
+        "a PARD decoder",
+        target,
+        data,
+        files=files,
+        device=training.device,
+        check=decoder.check,
+        train=run,
+        as_json=as_json,
+    )
 
 
 @app.command(name="convert-eagle")

@@ -118,3 +118,17 @@ def test_heads_are_converted_and_still_draft(target: Path, head: Path, tmp_path:
         assert done.exit_code == 0, done.stderr
     tau = last(generate(target, "--draft", head))["statistics"]
     assert last(generate(target, "--draft", tmp_path / "speculators"))["statistics"]["tau"] == tau["tau"]  # type: ignore[index]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["dflash", "pard"])
+def test_a_block_drafter_is_trained_and_generates_the_tokens_of_plain_decoding(
+    target: Path, tmp_path: Path, kind: str
+) -> None:
+    (tmp_path / "text.py").write_text(" ".join(f"w{i % VOCABULARY}" for i in range(2400)))
+    done = call(
+        "train", kind, "--target", target, "--data", tmp_path / "text.py", "--out", tmp_path / "out", "--k", 3,
+        "--head-layers", 1, "--tokens", 24 * 64, "--length", 24, "--eval-samples", 32, "--dpace", "--json",
+    )  # fmt: skip
+    assert len(last(done)["greedy chains"]) == 3  # type: ignore[arg-type]
+    assert last(generate(target, "--draft", f"{tmp_path / 'out'}:k=3"))["tokens"] == last(generate(target))["tokens"]

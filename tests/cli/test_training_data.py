@@ -1,4 +1,4 @@
-"""Data that drafters learn from: chats with a template and a mask, traces, and hidden states that others wrote."""
+"""Training data of drafters: chats with a template and a mask, traces, and hidden states that others wrote."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_a_head_learns_from_states_of_others(workshop: Workshop, tmp_path: Path)
 
 
 def test_a_replayed_text_ends_in_the_head_s_own_drafts(workshop: Workshop, tmp_path: Path) -> None:
-    """A sample is the text up to a rejected round, then that round's drafts, with the target's states on them."""
+    """The text up to a rejected round, then that round's drafts, with the target's states on them."""
     from tests.eagle.lessons import output, parts
 
     frozen, corpus, network, vocabulary = parts(workshop, tmp_path, 3)

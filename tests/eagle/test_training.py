@@ -23,7 +23,7 @@ from paceline.eagle.drafter import EagleDrafter
 from paceline.eagle.network import TrainableHead
 from paceline.eagle.train import EagleTrainer, acceptance, objective
 from paceline.heads.checkpoint import DraftVocab
-from paceline.heads.features import FeatureCache
+from paceline.heads.features import FeatureCache, TrainingData
 from paceline.heads.frozen_model import FrozenTarget
 from paceline.heads.trainer import muon
 from tests.decoder.tiny import VOCABULARY, Workshop
@@ -250,7 +250,7 @@ def test_updates_of_matrices_are_orthogonal_and_sized_like_those_of_adamw(shape:
 def test_a_trained_head_is_written_and_drafts(workshop: Workshop, tmp_path: Path) -> None:
     shares = train.train(
         workshop.checkpoint(),
-        stream(),
+        TrainingData(stream()),
         EagleHeadOptions(version=3, layers=LAYERS, draft_vocab_size=60, depth=2),
         texts=SHORT,
         options=EagleTraining(tokens=24 * 8 * 2, ttt_steps=2, batch_size=8),
@@ -269,7 +269,7 @@ def test_a_p_eagle_head_is_trained_written_and_drafts(workshop: Workshop, tmp_pa
     asked = EagleHeadOptions(layers=LAYERS, depth=2, num_layers=2, qk_norm=True, fc_norm=True, peagle=True)
     train.train(
         workshop.checkpoint(),
-        rare,
+        TrainingData(rare),
         asked,
         texts=SHORT,
         options=EagleTraining(tokens=24 * 8 * 2, ttt_steps=2, batch_size=8),
@@ -303,7 +303,7 @@ def test_a_trained_head_continues_training(workshop: Workshop, tmp_path: Path) -
     def run(name: str, head: EagleHeadOptions, rate: float) -> dict[str, torch.Tensor]:
         train.train(
             workshop.checkpoint(),
-            stream(),
+            TrainingData(stream()),
             head,
             texts=SHORT,
             options=EagleTraining(tokens=24 * 8 * 3, ttt_steps=2, batch_size=8, learning_rate=rate),

@@ -72,7 +72,7 @@ def counted_up() -> TrainingData:
     return TrainingData(((starts[:, None] + np.arange(24)) % LAW).astype(np.int32).flatten())
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["dflash", pytest.param("dflash, all ids", marks=pytest.mark.full), "pard"])
 def test_training_learns_a_law_and_the_result_drafts(counter: Path, tmp_path: Path, case: str) -> None:
     train, options, changes = CASES[case]
     given = {"texts": SHORT, "out": tmp_path / "out", "report": lambda *_: None}
