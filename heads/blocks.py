@@ -19,10 +19,11 @@ from torch.nn import functional as F
 
 from paceline.core.errors import ConfigurationError
 from paceline.heads.checkpoint import DraftVocab
+from paceline.heads.features import Corpus
 from paceline.heads.frozen_model import Texts
 from paceline.heads.losses import LOSSES, chain_loss, right, target_probs
 from paceline.heads.options import BlockTraining
-from paceline.heads.trainer import Corpus, CorpusTrainer, Progress
+from paceline.heads.trainer import CorpusTrainer, Progress
 
 _MEASURED = 64  # anchors of a text to measure on
 

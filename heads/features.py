@@ -281,7 +281,7 @@ class FeatureFiles:
     def _read(self, files: Sequence[Path]) -> Texts:
         texts, last, streams = zip(*(self._one(file) for file in files), strict=True)
         tokens, answers = _rows(texts, max(len(text.tokens) for text in texts))
-        states = [torch.nn.utils.rnn.pad_sequence(part, batch_first=True) for part in (last, streams)]
+        states = [torch.nn.utils.rnn.pad_sequence(list(part), batch_first=True) for part in (last, streams)]
         return Texts(tokens, states[0], states[1], _counted(answers)).to(self._target.device)
 
     def _one(self, path: Path) -> tuple[Conversation, Tensor, Tensor]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import NormalDist
+from typing import Any
 
 from paceline.core.errors import UnknownArchitectureError
 from paceline.decoder.gguf.header import GgufHeader
@@ -369,7 +370,7 @@ def _falcon(keys: Keys) -> Mapping[str, object]:
 def _apertus(keys: Keys) -> Mapping[str, object]:
     """Nothing, after a check of the activation's constants, which llama.cpp takes from the file."""
     for name, one in (("beta", 0.5), ("eps", -1e-6)):
-        said = keys.header.metadata.get(f"xielu.{name}", one)
+        said: Any = keys.header.metadata.get(f"xielu.{name}", one)
         if any(abs(value - one) > 1e-3 * abs(one) for value in (said if isinstance(said, list) else [said])):
             raise UnknownArchitectureError(
                 f"{keys.header.path}: xielu.{name}: expected {one} in every layer, got another value, which is not "

@@ -81,10 +81,11 @@ class TrainableDFlash(BlockNetwork):
         rotation = self.cos[places].unsqueeze(2), self.sin[places].unsqueeze(2)
 
         def heads(side: str, rows: Tensor) -> Tensor:
-            return self._linear(f"{prefix}self_attn.{side}_proj", rows).unflatten(-1, (-1, config.head_dim))
+            made: Tensor = self._linear(f"{prefix}self_attn.{side}_proj", rows).unflatten(-1, (-1, config.head_dim))
+            return made
 
-        every, own = torch.cat([states, y], 1), (part[:, states.shape[1] :] for part in rotation)
-        q = rotate(self._norm(heads("q", y), f"{prefix}self_attn.q_norm"), tuple(own))
+        every, cos, sin = torch.cat([states, y], 1), *(part[:, states.shape[1] :] for part in rotation)
+        q = rotate(self._norm(heads("q", y), f"{prefix}self_attn.q_norm"), (cos, sin))
         k = rotate(self._norm(heads("k", every), f"{prefix}self_attn.k_norm"), rotation)
         q, k, v = (part.transpose(1, 2) for part in (q, k, heads("v", every)))
         repeats = config.num_heads // config.num_kv_heads

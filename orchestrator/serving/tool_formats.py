@@ -491,7 +491,7 @@ _ANSWERS = (
 def told_turns(
     turns: Sequence[Mapping[str, Any]], functions: Sequence[Mapping[str, Any]], *, system: bool
 ) -> list[dict[str, Any]]:
-    """Write a conversation for a template without tools. The ``system`` message, or else the user's first, tells of the
+    """Write a conversation for a template without tools. The ``system`` message, or else the user's first, lists the
     functions; calls become the assistant's text, and their results the user's.
     """
     told = "\n".join((TOLD, *(json.dumps(function, ensure_ascii=False) for function in functions), _ANSWERS))
