@@ -27,7 +27,7 @@ from paceline.decoder.weights.atomic_write import atomic_write, save_tensors
 from paceline.heads.frozen_model import FrozenTarget, Texts
 from paceline.heads.options import TEXTS_PER_FILE, CachedTextOptions
 
-Report = Callable[[str, int, int], None]
+PartProgress = Callable[[str, int, int], None]
 """(current task, amount done, total amount)"""
 
 
@@ -50,7 +50,7 @@ class Corpus(Protocol):
 
 
 def write_features(
-    target: FrozenTarget, folder: Path, name: str, *, batches: Sequence[Callable[[], Tensor]], report: Report
+    target: FrozenTarget, folder: Path, name: str, *, batches: Sequence[Callable[[], Tensor]], report: PartProgress
 ) -> None:
     """Make batches of sequences, compute the target's hidden states, and store each batch in a file.
 

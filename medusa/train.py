@@ -24,7 +24,7 @@ from torch import Tensor
 
 from paceline.core.errors import ConfigurationError
 from paceline.heads import features
-from paceline.heads.features import Report, read_features, write_features
+from paceline.heads.features import PartProgress, read_features, write_features
 from paceline.heads.frozen_model import FrozenTarget, Texts, products
 from paceline.heads.options import TEXTS_PER_FILE
 from paceline.heads.trainer import Trainer, rank, ranks
@@ -158,7 +158,7 @@ def _schedule(step: int, steps: int) -> float:
     return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))
 
 
-def gather(target: FrozenTarget, stream: np.ndarray, texts: MedusaTexts, *, work: Path, report: Report) -> Path:
+def gather(target: FrozenTarget, stream: np.ndarray, texts: MedusaTexts, *, work: Path, report: PartProgress) -> Path:
     """Make every requested file of states that does not exist. -> their folder"""
     facts = [target.fingerprint(), asdict(texts), hashlib.sha256(np.ascontiguousarray(stream).tobytes()).hexdigest()]
     states = work / f"states-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}"
@@ -184,7 +184,7 @@ def train(
     work: Path,
     out: Path,
     prompt: int,
-    report: Report,
+    report: PartProgress,
 ) -> Accuracy | None:
     """Train on ``states`` that `gather` made; write bf16 heads to ``out``. None if the time limit ended the run.
 

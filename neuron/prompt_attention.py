@@ -148,11 +148,11 @@ def _shape(chunk: list[Tensor], _prior: list[Tensor], _window: int) -> Tensor:
 _MODULE = f"nkilib.core.attention.{KERNEL}"
 _SCALE = 1.0  # required with prior rows
 
-Call = Callable[..., Tensor]
+AttentionCall = Callable[..., Tensor]
 """Type of `operator`."""
 
 
-def through_xla(cores: int) -> Call:
+def through_xla(cores: int) -> AttentionCall:
     """Return the call for tensors of torch_xla while a graph is traced. ``cores``: physical cores per logical core.
 
     Raises:
@@ -167,7 +167,7 @@ def through_xla(cores: int) -> Call:
 
 
 @lru_cache(maxsize=1)
-def native(cores: int) -> Call:
+def native(cores: int) -> AttentionCall:
     """Return the call of two TorchNeuron custom operators, one for chunks with prior rows and one without; for use
     inside `torch.compile` ("How to work with NKI kernels from torch-neuronx", SDK 2.33, 2026-10-15).
 
@@ -190,7 +190,7 @@ def native(cores: int) -> Call:
     return attend
 
 
-def _behind(kernel: Any) -> Call:
+def _behind(kernel: Any) -> AttentionCall:
     """Wrap the kernel for a chunk with prior rows. Types are named in full: its schema is read from them."""
 
     def forward(
@@ -207,7 +207,7 @@ def _behind(kernel: Any) -> Call:
     return forward
 
 
-def _first(kernel: Any) -> Call:
+def _first(kernel: Any) -> AttentionCall:
     """Wrap the kernel for a prompt's first chunk (no prior rows)."""
 
     def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:

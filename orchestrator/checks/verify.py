@@ -37,7 +37,7 @@ _LEAST_ROOM = 24  # positions that every sequence of a test needs after its prom
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class VerifyReport:
     """All findings about one target, one draft and one batch size. ``setting``: description of what was verified."""
 
     setting: Mapping[str, object]
@@ -109,7 +109,7 @@ def verify(
     *,
     say: Callable[[Finding], None] = lambda _finding: None,
     **options: Any,
-) -> Report:
+) -> VerifyReport:
     """Test a pair.
 
     draft    as in `SpeculativeGenerator`: a name, a folder, a list, a user's drafter, a function
@@ -153,7 +153,7 @@ def verify(
     for share, test in (TESTS[name] for name in chosen):
         findings.append(test(subject, Budget(60 * settings.minutes * share / whole)))
         say(findings[-1])
-    return Report(_setting(subject), tuple(findings))
+    return VerifyReport(_setting(subject), tuple(findings))
 
 
 def _setting(subject: Subject) -> dict[str, object]:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from paceline.auto import SamplingDecoder
-    from paceline.heads.features import Conversation, Report, TrainingData
+    from paceline.heads.features import Conversation, PartProgress, TrainingData
     from paceline.heads.trainer import Progress
     from paceline.medusa import search
     from paceline.medusa.drafter import MedusaDrafter
@@ -129,7 +129,7 @@ def medusa(
 
 
 @contextmanager
-def _reports(label: str) -> Iterator[Report]:
+def _reports(label: str) -> Iterator[PartProgress]:
     """Progress bar with the current step of the work; off a terminal, a line every tenth of it."""
     with console.bar(console.err(), label) as shown:
         last = [("", 0)]

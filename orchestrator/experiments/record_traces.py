@@ -36,7 +36,7 @@ from paceline.experiments.config import Cell, DrafterEntry, cell_key, model_path
 from paceline.experiments.measure import Bench
 from paceline.experiments.prompts import Prompt
 from paceline.experiments.replay import RecordedTarget
-from paceline.experiments.runner import ExperimentPlan, PlannedCell, Report, provenance
+from paceline.experiments.runner import ExperimentPlan, PartProgress, PlannedCell, provenance
 from paceline.experiments.store import Store
 from paceline.experiments.trace import RecordedDrafter, Trace, TraceText, load_trace, save_trace
 from paceline.outputs import RequestOutput, Statistics
@@ -46,7 +46,9 @@ from paceline.target.verifier import CompiledVerifier
 log = logging.getLogger("paceline")
 
 
-def record_traces(plan: ExperimentPlan, store: Store, report: Report, *, deadline: float = math.inf) -> list[Path]:
+def record_traces(
+    plan: ExperimentPlan, store: Store, report: PartProgress, *, deadline: float = math.inf
+) -> list[Path]:
     """Record what is missing or unreadable. -> the complete files, new and old
 
     A file is written after every drafter, so that an interrupted run loses one. Drafters whose files or options have

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("paceline")
 
-Report = Callable[[str, int, int], None]
+PartProgress = Callable[[str, int, int], None]
 """Receives the current action, the number of finished cells, and the total."""
 
 _BYTES_PER_SECOND = 1e10
@@ -147,7 +147,7 @@ def _fitting(cell: Cell, config: ExperimentConfig) -> Prompts:
     return prompts
 
 
-def run(planned: ExperimentPlan, store: Store, report: Report, *, deadline: float = math.inf) -> list[CellResult]:
+def run(planned: ExperimentPlan, store: Store, report: PartProgress, *, deadline: float = math.inf) -> list[CellResult]:
     """Run unfinished cells. -> all cells, failed ones with their error
 
     deadline  of `time.monotonic`, after which no cell begins in this process; the rest are then not returned. Without
@@ -182,7 +182,7 @@ def run(planned: ExperimentPlan, store: Store, report: Report, *, deadline: floa
 
 
 def _in_turn(
-    config: ExperimentConfig, cells: Sequence[PlannedCell], report: Report, *, done: int, deadline: float
+    config: ExperimentConfig, cells: Sequence[PlannedCell], report: PartProgress, *, done: int, deadline: float
 ) -> Iterator[tuple[int, CellResult]]:
     """In this process. ``done``: cells that were finished before."""
     from paceline.experiments.measure import Bench

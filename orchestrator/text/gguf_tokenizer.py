@@ -65,7 +65,7 @@ _CHARACTERS = "[一-龥ࠀ-一가-퟿]+"
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class PreSplit:
     """Pre-tokenization: the split of text before merges.
 
     patterns  of the pieces, one after another: what matches is a piece, and what is between two
@@ -80,44 +80,44 @@ class Split:
     raw: bool = False
 
 
-def _same(names: str, split: Split) -> dict[str, Split]:
+def _same(names: str, split: PreSplit) -> dict[str, PreSplit]:
     return dict.fromkeys(names.split(), split)
 
 
-SPLITS: dict[str, Split] = {
-    **_same("gpt-2 phi-2 gigachat a.x-4.0 mellum mpt olmo jais trillion granite-docling exaone4", Split()),
-    **_same("smollm starcoder refact command-r exaone codeshell minerva-7b mellum2", Split((r"\p{N}", _GPT_2))),
+SPLITS: dict[str, PreSplit] = {
+    **_same("gpt-2 phi-2 gigachat a.x-4.0 mellum mpt olmo jais trillion granite-docling exaone4", PreSplit()),
+    **_same("smollm starcoder refact command-r exaone codeshell minerva-7b mellum2", PreSplit((r"\p{N}", _GPT_2))),
     **_same(
-        "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2", Split((_LLAMA_3,), whole=True, bos=True)
+        "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2", PreSplit((_LLAMA_3,), whole=True, bos=True)
     ),
-    **_same("dbrx smaug-bpe chatglm-bpe", Split((_LLAMA_3,))),
-    **_same("glm4 glm5", Split((_LLAMA_3,), whole=True)),
-    **_same("qwen2 deepseek-r1-qwen kormo f2llmv2 stablelm2 megrez hunyuan solar-open grok-2", Split((_QWEN_2,))),
-    "qwen35": Split((_QWEN_35,)),
-    "tekken": Split((_TEKKEN,), whole=True, bos=True),
-    **_same("gpt-4o llama4 kanana2 talkie minimax-m2", Split((_GPT_4O,))),
-    **_same("tiny_aya cohere2moe", Split((r"[0-9]{1,3}(?=(?:[0-9]{3})*\b)", _GPT_4O))),
-    "kimi-k2": Split(
+    **_same("dbrx smaug-bpe chatglm-bpe", PreSplit((_LLAMA_3,))),
+    **_same("glm4 glm5", PreSplit((_LLAMA_3,), whole=True)),
+    **_same("qwen2 deepseek-r1-qwen kormo f2llmv2 stablelm2 megrez hunyuan solar-open grok-2", PreSplit((_QWEN_2,))),
+    "qwen35": PreSplit((_QWEN_35,)),
+    "tekken": PreSplit((_TEKKEN,), whole=True, bos=True),
+    **_same("gpt-4o llama4 kanana2 talkie minimax-m2", PreSplit((_GPT_4O,))),
+    **_same("tiny_aya cohere2moe", PreSplit((r"[0-9]{1,3}(?=(?:[0-9]{3})*\b)", _GPT_4O))),
+    "kimi-k2": PreSplit(
         (rf"\p{{Han}}+|{_NOT_HAN}|\p{{N}}{{1,3}}|{_MARKS}|{_END}",)
     ),
-    **_same("deepseek-v3 hunyuan-dense joyai-llm hy_v4", Split((r"\p{N}{1,3}", _KANA, _DEEPSEEK_3))),
-    "deepseek-llm": Split(
+    **_same("deepseek-v3 hunyuan-dense joyai-llm hy_v4", PreSplit((r"\p{N}{1,3}", _KANA, _DEEPSEEK_3))),
+    "deepseek-llm": PreSplit(
         (
             r"[\r\n]", rf"\s?[{_CASED_LETTERS}]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", _CHARACTERS, r"\p{N}+",
         )
     ),
-    "deepseek-coder": Split((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CHARACTERS, r"\p{N}")),
-    "youtu": Split(
+    "deepseek-coder": PreSplit((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CHARACTERS, r"\p{N}")),
+    "youtu": PreSplit(
         (
             rf"[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|{_KANA}", _GPT_4O.replace(r"\p{N}{1,3}", r"\p{N}"),
         ),
         whole=True,
     ),
-    "falcon": Split((r"[\p{P}\$\+<=>\^~\|`]+", _GPT_2, r"[0-9][0-9][0-9]")),
-    "default": Split((r"[\p{P}\$\+<=>\^~\|]+", _GPT_2, r"\p{N}+", r"[0-9][0-9][0-9]")),
-    **_same("poro-chat bloom gpt3-finnish", Split((_SENTENCE,))),
-    "viking": Split((_SENTENCE, r"\p{N}")),
-    "jais-2": Split(
+    "falcon": PreSplit((r"[\p{P}\$\+<=>\^~\|`]+", _GPT_2, r"[0-9][0-9][0-9]")),
+    "default": PreSplit((r"[\p{P}\$\+<=>\^~\|]+", _GPT_2, r"\p{N}+", r"[0-9][0-9][0-9]")),
+    **_same("poro-chat bloom gpt3-finnish", PreSplit((_SENTENCE,))),
+    "viking": PreSplit((_SENTENCE, r"\p{N}")),
+    "jais-2": PreSplit(
         (
             _LLAMA_3.removesuffix(r"|\s+(?!\S)|\s+")
             + "".join(rf"|\s{{{n}}}(?!\S)" for n in (512, 256, 128, 64, 32, 16, 8, 4)) + r"|\s{1,2}(?!\S)|\s",
@@ -125,21 +125,21 @@ SPLITS: dict[str, Split] = {
     ),
     **_same(
         "bailingmoe bailingmoe2 llada-moe",
-        Split((rf"'(?i:[sdmt]|ll|ve|re)|{_WORD}|\p{{N}}|{_MARKS}|\s*[\r\n]|\s+(?!\S)|\s+",)),
+        PreSplit((rf"'(?i:[sdmt]|ll|ve|re)|{_WORD}|\p{{N}}|{_MARKS}|\s*[\r\n]|\s+(?!\S)|\s+",)),
     ),
-    "seed-coder": Split((rf"{_SHORT}|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_END}",)),
-    "ufakzeka": Split((_QWEN_2.removeprefix(_SHORT + "|"),)),
-    "laguna": Split((r"[^\n]+|\n+", _QWEN_2)),
-    "minicpm5": Split((r"\p{N}{1,3}", _LLAMA_3.replace(r"\p{N}{1,3}", r"\p{N}+")), whole=True),
-    "exaone-moe": Split((rf"{_SHORT}|{_PHRASE}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+",)),
-    "afmoe": Split(
+    "seed-coder": PreSplit((rf"{_SHORT}|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_END}",)),
+    "ufakzeka": PreSplit((_QWEN_2.removeprefix(_SHORT + "|"),)),
+    "laguna": PreSplit((r"[^\n]+|\n+", _QWEN_2)),
+    "minicpm5": PreSplit((r"\p{N}{1,3}", _LLAMA_3.replace(r"\p{N}{1,3}", r"\p{N}+")), whole=True),
+    "exaone-moe": PreSplit((rf"{_SHORT}|{_PHRASE}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+",)),
+    "afmoe": PreSplit(
         (
             r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))",
             r"[一-鿿㐀-䶿豈-﫿぀-ゟ゠-ヿ･-ﾟ⼀-⿟เ-๿຀-໿ក-៿က-႟ꩠ-ꩿꧠ-꧿가-힯ᄀ-ᇿ]+",
             _DEEPSEEK_3,
         )
     ),
-    **_same("gemma4 sarvam-moe", Split((r"[^\n]+|\n+",), raw=True)),
+    **_same("gemma4 sarvam-moe", PreSplit((r"[^\n]+|\n+",), raw=True)),
 }  # fmt: skip
 """By the value of `tokenizer.ggml.pre`."""
 
@@ -305,7 +305,7 @@ def _merges_of_scores(
     return [pair for _, pair in scored]
 
 
-def _split(fields: Fields, kind: str) -> Split:
+def _split(fields: Fields, kind: str) -> PreSplit:
     """How text is split before merges."""
     name = "gemma4" if kind == "gemma4" else fields.values.get("tokenizer.ggml.pre")
     if name not in SPLITS:
@@ -316,7 +316,7 @@ def _split(fields: Fields, kind: str) -> Split:
     return SPLITS[str(name)]
 
 
-def _split_bpe(split: Split, vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> Any:
+def _split_bpe(split: PreSplit, vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> Any:
     """Merges inside of the pieces of a split."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 

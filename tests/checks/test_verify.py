@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 
 from paceline.checks import verify_distribution
-from paceline.checks.verify import TESTS, Report, VerifySettings, verify
+from paceline.checks.verify import TESTS, VerifyReport, VerifySettings, verify
 from paceline.checks.verify_distribution import FALSE_ALARM, POWER, chi_square, detected_share, detected_variation
 from paceline.core.errors import ConfigurationError
 from paceline.core.sampling import Sampling
@@ -26,7 +26,7 @@ MANY, SAMPLES = 32, 640
 """Slots and texts of the tests of distributions."""
 
 
-def report_of(target: TableDecoder, draft: object, *only: str, samples: int = 64, **options: object) -> Report:
+def report_of(target: TableDecoder, draft: object, *only: str, samples: int = 64, **options: object) -> VerifyReport:
     settings = VerifySettings(minutes=1e-6, only=only, max_new_tokens=24, min_samples=samples)
     return verify(target, draft, settings, **options)
 
