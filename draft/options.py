@@ -19,6 +19,13 @@ class NoOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TreeOptions:
+    """The option of a drafter with a `next`: ``draft_tree``, as of `parse_draft_tree`."""
+
+    draft_tree: str = "chain"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions(LoadOptions):
     """Options of a draft model: those of loading it, and ``draft_tree``, as of `parse_draft_tree`."""
 

@@ -142,8 +142,8 @@ class _SeenQueue:
         self._queue, self.paced = queue, queue.paced
         self.texts: dict[int, FinishedText] = {}
 
-    def pop(self) -> Request | None:
-        request = self._queue.pop()
+    def pop(self, longest: int | None = None) -> Request | None:
+        request = self._queue.pop(longest)
         if request is not None:
             self.texts[request.index] = FinishedText(len(request.prompt), list(request.prompt))
         return request

@@ -155,6 +155,7 @@ DRAFTERS: dict[str, DrafterRow] = {
             ladder="chains",
             listable=False,
             check="paceline.draft.mtp:draft_shape",
+            options="paceline.draft.options:TreeOptions",
             marks=(("speculators_model_type", "mtp"), ("num_nextn_predict_layers", None), ("num_mtp_layers", None)),
         ),
         DrafterRow(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline import GenerationResult
-from paceline.generator import Sampler
+from paceline.auto import Sampler
 
 
 def run(sampler: Sampler, prompts: list[list[int]], **asked: object) -> GenerationResult:

@@ -29,8 +29,8 @@ class RequestQueue(Protocol):
     def paced(self) -> bool:
         """Whether a caller waits for every token, and may abort: at most a chunk is prefilled between two rounds."""
 
-    def pop(self) -> Request | None:
-        """The next request that waits for a slot, or None. Its index is like no other's in this run."""
+    def pop(self, longest: int | None = None) -> Request | None:
+        """The next request that waits for a slot, or None, also if its prompt is longer than ``longest`` tokens. Its index is like no other's in this run."""
 
     def take_aborted(self) -> Collection[int]:
         """Return the indices of the requests that were aborted since the last call; only of paced queues."""
@@ -44,8 +44,8 @@ class ListQueue:
     def __init__(self, requests: Sequence[Request]) -> None:
         self._waiting = deque(requests)
 
-    def pop(self) -> Request | None:
-        """Return the next request in order."""
+    def pop(self, longest: int | None = None) -> Request | None:
+        """Return the next request in order, whatever its length: no caller waits between rounds."""
         return self._waiting.popleft() if self._waiting else None
 
     def take_aborted(self) -> Collection[int]:
@@ -134,23 +134,20 @@ class Engine:
         -> outputs of the prompts that were read to their end; None: there is no prompt
         """
         outputs: list[RequestOutput] | None = None
-        tokens = 0
+        room = self.shape.chunk  # tokens that may still be read before the next round
         for _ in batch.slots:  # no more: if sequences finish at once there is always a free slot
             if batch.reading is None:
-                request = queue.pop() if len(batch.active) < len(batch.slots) else None
+                if outputs and queue.paced and room < PASS_TOKENS:
+                    break
+                longest = room if outputs and queue.paced else None
+                request = queue.pop(longest) if len(batch.active) < len(batch.slots) else None
                 if request is None:
                     break
                 free = [slot for slot, seated in enumerate(batch.slots) if seated is None]
                 slot = free[0] if self.kept is None else self.kept.choose(request.prompt, free)
                 seated = batch.seat(slot, request)  # before the round is selected by the needs of the request
                 batch.reading = slot, self.rounds.start(slot, request.prompt, seated.sampling)
-            (slot, reading), begin = batch.reading, perf_counter()
-            reader = batch.slots[slot]
-            assert reader is not None, "it keeps its slot"
-            tokens += max(PASS_TOKENS, reader.prompt_length)
-            if outputs is not None and queue.paced and tokens > self.shape.chunk:
-                break  # it is read after the next round
-            outputs = outputs or []
+            (slot, reading), begin, outputs = batch.reading, perf_counter(), outputs or []
             first: PrefillResult | None = None
             try:
                 next(reading)
@@ -161,6 +158,7 @@ class Engine:
             statistics.prefill_seconds += perf_counter() - begin
             if first is not None:
                 cached = None if self.kept is None else self.kept.shared(slot)
+                room -= max(PASS_TOKENS, int(batch.commit.first_row[slot]))  # the rows of its prompt
                 outputs.append(batch.join(slot, first, cached=cached))
                 self._finish_requests(batch)  # the sequence may have finished with its first token
             if queue.paced and first is None:

@@ -170,10 +170,10 @@ class SharedEngine:
 
     # ---- the request queue, polled by the engine between steps
 
-    def pop(self) -> Request | None:
+    def pop(self, longest: int | None = None) -> Request | None:
         with self._changed:
             state = self._turns.first()
-            if state is None:
+            if state is None or (longest is not None and len(state.waiting[0].prompt) > longest):
                 return None
             request = state.seat()
             self._turns.took()

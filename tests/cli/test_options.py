@@ -15,11 +15,13 @@ from paceline.config import SpeculativeConfig
 from paceline.core.errors import ConfigurationError
 from paceline.placement.planning.instances import INSTANCES
 
-TRAINING = {"train medusa", "train eagle"}
+BLOCKS = {"train dflash", "train pard"}
+TRAINING = {"train medusa", "train eagle"} | BLOCKS
 CONFIGS = {"cost", "export-hlo", "plan-speed"}
 GROUPS = {"": main.COMMANDS, "train ": main.TRAIN, "experiment ": main.EXPERIMENT, "models ": main.MODELS}
 EXCEPTIONS: dict[str, list[set[str]]] = {
     "--api-key": [{"serve"}],  # keys to accept; elsewhere the key to send
+    "--aux-layers": [{"train dflash"}],  # another default
     "--backend": [{"selftest"}],  # may be left out to test all
     "--batch-size": [{"serve"}, TRAINING, {"cost", "experiment whatif"}],  # buckets, no training
     "--batch-sizes": [{"verify"}],  # a test of one size would miss faults of rows
@@ -33,18 +35,27 @@ EXCEPTIONS: dict[str, list[set[str]]] = {
         {"experiment whatif"},
         {"experiment regret"},
     ],
-    "--k": [{"bench"}, {"experiment whatif"}, {"cost", "export-hlo", "experiment regret"}],  # grids, and fixed ones
+    "--draft-vocab-size": [{"train dflash"}],  # EAGLE says for which version
+    "--head-layers": [{"train dflash"}, {"train pard"}],  # of a head, or of the target
+    "--k": [
+        BLOCKS,
+        {"bench"},
+        {"experiment whatif"},
+        {"cost", "export-hlo", "experiment regret"},
+    ],  # grids, and fixed ones
     "--layout": [{"convert-eagle"}],
-    "--learning-rate": [{"train eagle"}],
+    "--learning-rate": [{"train medusa"}],
+    "--mask-token": [{"train eagle"}],  # P-EAGLE alone
     "--max-minutes": [{"verify"}, {"experiment run"}],  # what ends then differs, and tests always end
     "--out": [TRAINING, {"medusa-tree"}, {"experiment run"}, {"plan-speed"}, {"experiment export"}],
     "--prompts": [{"doctor"}, {"medusa-tree"}, {"verify"}],  # may be left out
     "--quantization": [{"cost", "plan-speed"}],  # the graphs that are counted know int8 alone
     "--sampling": [{"compile"}],  # several
     "--seed": [{"verify"}, TRAINING],
+    "--start": [{"train pard"}],  # a decoder, not a head
     "--target": [{"doctor"}, CONFIGS - {"plan-speed"}, {"plan-speed"}, {"serve"}, {"selftest"}, {"experiment whatif"}],
     "--temperature": [{"train medusa"}],  # several
-    "--tokens": [{"train eagle"}],
+    "--tokens": [{"train medusa"}],
     "--tp-degree": [{"serve"}, {"plan-speed"}, {"cost", "export-hlo"}],
 }
 """Of an option, sets of commands that agree with each other and need not agree with the rest."""

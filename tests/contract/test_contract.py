@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from paceline import DRAFT_LENGTHS, GenerationResult, SpeculativeGenerator
+from paceline.auto import Sampler
 from paceline.core.errors import ConfigurationError
 from paceline.core.protocols import Drafter, TraceableDrafter
 from paceline.decoder.backends.base import Step
@@ -24,7 +25,6 @@ from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.prefix_cache import PrefixCache
 from paceline.draft.choice import FallbackDrafter
 from paceline.draft.ngram import NgramDrafter
-from paceline.generator import Sampler
 from paceline.registry import ACCEPTANCE_RULES, DRAFTERS, resolve
 from tests.contract.drafters import ROWS, Depth, Home, Row
 from tests.decoder.tiny import Workshop

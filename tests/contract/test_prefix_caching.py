@@ -13,9 +13,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from paceline import AutoDecoder, GenerationResult, SpeculativeGenerator
+from paceline.auto import Sampler
 from paceline.decoder.prefix_cache import CachedPrompt, PrefixCache
 from paceline.decoder.steps import prefill
-from paceline.generator import Sampler
 from tests.contract.drafters import ROWS, Home
 from tests.decoder.tiny import CHUNK, POSITIONS, Workshop, fresh
 

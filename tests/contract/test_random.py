@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline import FunctionDrafter, GenerationResult, SpeculativeGenerator, TokenizerPair
+from paceline.auto import Sampler
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.draft.model import ModelDrafter
 from paceline.draft.suffix import SuffixDrafter
 from paceline.draft.vocab_map import IntersectionVocabMap
-from paceline.generator import Sampler
 from tests.draft.tokenizers_of_two import bytes_merged
 from tests.fakes import AnyLength, TableDecoder, near, rebuild, table
 

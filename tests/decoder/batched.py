@@ -80,7 +80,7 @@ class Arrivals:
     def __init__(self, requests: Sequence[Request]) -> None:
         self._waiting, self._others, self._asked, self.ended = list(requests), len(requests) - 1, 0, 0
 
-    def pop(self) -> Request | None:
+    def pop(self, longest: int | None = None) -> Request | None:
         self._asked += self.ended == self._others - 1
         there = len(self._waiting) > 1 or (self._waiting and self._asked > 2)
         return self._waiting.pop(0) if there else None

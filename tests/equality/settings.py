@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers.generation.logits_process import LogitsProcessor
 
 from paceline import GenerationResult, SpeculativeGenerator
-from paceline.generator import Sampler, SamplingDecoder
+from paceline.auto import Sampler, SamplingDecoder
 from tests.decoder.tiny import VOCABULARY
 from tests.sampled import texts as texts  # for those who compare what `run` gives
 

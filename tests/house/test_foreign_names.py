@@ -36,6 +36,8 @@ NEURON = {
     "NEURON_LOGICAL_NC_CONFIG", "NEURON_RT_VIRTUAL_CORE_SIZE", "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS",
     # .../tools/neuron-sys-tools/neuron-monitor-user-guide.html: a string of 32 characters
     "NEURON_PROCESS_TAG",
+    # the developer guide of transformers-neuronx, on pipelines; the page says that nothing takes their place
+    "NEURON_RANK_ID", "NEURON_LOCAL_TP", "NEURON_PP_STAGES",
     # .../frameworks/torch/torch-neuronx/api-reference-guide/training/torch-neuron-envvars.html, .../torch/reference
     "NEURON_COMPILE_CACHE_URL", "NEURON_PLATFORM_TARGET_OVERRIDE", "TORCH_NEURONX_COMPILE_ONLY",
     "TORCH_NEURONX_DISABLE_FALLBACK_EXECUTION", "TORCH_NEURONX_DYNAMO_DISABLE_CPU_AUTOCOPY",

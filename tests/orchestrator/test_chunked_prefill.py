@@ -70,8 +70,9 @@ class Arrivals:
     def __init__(self, requests: Sequence[tuple[float, Request]], clock: Clock) -> None:
         self._waiting, self._clock, self.aborted = deque(requests), clock, list[int]()
 
-    def pop(self) -> Request | None:
-        if self._waiting and self._waiting[0][0] <= self._clock.now:
+    def pop(self, longest: int | None = None) -> Request | None:
+        there = self._waiting and self._waiting[0][0] <= self._clock.now
+        if there and (longest is None or len(self._waiting[0][1].prompt) <= longest):
             return self._waiting.popleft()[1]
         return None
 

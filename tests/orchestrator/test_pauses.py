@@ -65,8 +65,10 @@ class Arrivals:
     def __init__(self, clock: Clock, requests: list[tuple[int, Request]]) -> None:
         self._clock, self._waiting = clock, requests
 
-    def pop(self) -> Request | None:
-        return self._waiting.pop(0)[1] if self._waiting and self._waiting[0][0] <= self._clock.now else None
+    def pop(self, longest: int | None = None) -> Request | None:
+        there = self._waiting and self._waiting[0][0] <= self._clock.now
+        fits = there and (longest is None or len(self._waiting[0][1].prompt) <= longest)
+        return self._waiting.pop(0)[1] if fits else None
 
     def take_aborted(self) -> Collection[int]:
         return ()
