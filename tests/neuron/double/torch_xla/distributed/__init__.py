@@ -1,0 +1,1 @@
+"""Double of torch_xla.distributed, which accelerate imports where torch_xla is installed."""

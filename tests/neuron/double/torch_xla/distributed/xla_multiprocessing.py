@@ -1,0 +1,1 @@
+"""Double of torch_xla's processes, which accelerate imports; nothing starts one."""
