@@ -235,7 +235,7 @@ def record(
     asked = [recorder.proposals[index] for index in range(len(found))]
     for text, row in zip(found, asked, strict=True):  # no drafter is asked where no token of it could be accepted
         row += [((), ())] * (len(text.tokens) - 1 - len(row))
-    model = drafter if isinstance(drafter, ModelDrafter) else None
+    model = drafter if isinstance(drafter, ModelDrafter) and shape.is_chain else None
     return found, RecordedDrafter(
         name="",
         draft="",
@@ -290,7 +290,7 @@ class _Recorder(Drafter):
         asked = [None if not most else seat for seat, most in zip(self._seats, limits.max_accept, strict=True)]
         room = [0 if seat is None else self._room(len(seat.text)) for seat in asked]
         proposal, confidence, own = None, None, RoundLimits(room, limits.max_rows)
-        if any(room) and isinstance(self._drafter, ModelDrafter):
+        if any(room) and isinstance(self._drafter, ModelDrafter) and self.draft_shape.is_chain:
             proposal, confidence = self._drafter.propose_with_confidence(commit, sampling, own)
         elif any(room):
             proposal = self._drafter.propose(commit, sampling, own)

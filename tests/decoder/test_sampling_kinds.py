@@ -137,7 +137,9 @@ def test_a_step_passes_its_sampling_mode_to_the_kernels(workshop: Workshop, name
             module.kernels = kernels  # also of a draft model in the same step, which is a copy
     with torch.no_grad():
         step(*inputs(name, 1))
-    assert kernels.seen == ({"wide", "full"} if "reject" in name else {"wide"})
+    drawn = {"wide", "full"} if "reject" in name else {"wide"}
+    best = name.startswith("draft") and "tree" in name  # the likeliest tokens, whatever the sampling
+    assert kernels.seen == (set() if best else drawn)
 
 
 def test_kernels_that_read_values_have_one_graph_for_all_modes(workshop: Workshop) -> None:

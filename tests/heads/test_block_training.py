@@ -153,7 +153,7 @@ def test_a_stopped_run_resumes_and_equals_a_whole_one(workshop: Workshop, tmp_pa
     for name, minutes in (("whole", None), ("stopped", 0.0)):  # 0: one step and no more
         shares, runs = None, 0
         while shares is None:
-            training = replace(TRAINING, tokens=24 * 8 * 4, max_minutes=minutes)
+            training = replace(TRAINING, tokens=24 * TRAINING.batch_size * 4, max_minutes=minutes)
             given = {"work": tmp_path / name, "out": tmp_path / f"{name}-out", "report": lambda *_: None}
             shares, runs = (
                 train_dflash(workshop.checkpoint(), data(), HEAD, texts=SHORT, options=training, **given),
