@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import os
 import statistics
 import subprocess
 import tempfile
@@ -42,6 +41,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 from paceline import AutoDecoder
 from paceline.auto import SamplingDecoder
 from paceline.core.sampling import Sampling, sampling_tensors
+from paceline.decoder import environment
 from paceline.decoder.weights.hub import checkpoint_path
 from paceline.huggingface.adapter import CACHE_FIELD
 
@@ -96,9 +96,9 @@ def of_llama_cpp(program: Path, file: Path) -> dict[str, float]:
     """Milliseconds of the same calls, as llama-bench reports them."""
     calls = {"decode1": ("-p", "0", "-n", "32", "-d", str(TEXT)), "prefill": ("-p", str(PROMPT), "-n", "0")}
     calls |= {f"verify{width}": ("-p", str(width), "-n", "0", "-d", str(TEXT)) for width in WINDOWS[1:]}
-    found = {}
+    found, threads = {}, str(environment.threads(environment.cores()))
     for call, asked in calls.items():
-        command = [str(program), "-m", str(file), "-t", str(os.cpu_count()), "-o", "json", *asked]
+        command = [str(program), "-m", str(file), "-t", threads, "-o", "json", *asked]
         (row,) = json.loads(subprocess.check_output(command))
         found[call] = row["avg_ns"] / 1e6 / max(1, row["n_gen"])
     return found

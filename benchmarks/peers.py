@@ -36,6 +36,7 @@ from typing import Any
 from common import ROOT, publish
 from safetensors.torch import load_file, save_file
 
+from paceline.decoder import environment
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.native.compiler import PROCESSORS
 from paceline.decoder.weights.hub import checkpoint_path
@@ -86,7 +87,7 @@ class LlamaBench:
     def __init__(self, program: Path, file: Path, variables: dict[str, str]) -> None:
         self.names = [f"llama.cpp {file.stem}, plain (llama-bench)"]
         self._command = [str(program), "-m", str(file), "-p", "0", "-n", str(BENCH_TOKENS), "-r", "2", "-o", "json"]
-        self._command += ["-t", str(os.cpu_count())]
+        self._command += ["-t", str(environment.threads(environment.cores()))]
         self._variables = variables
 
     def run(self, name: str) -> Row:
@@ -105,7 +106,7 @@ class LlamaServer:
         self.names, self._asked = [name], asked
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            port, cores = str(probe.getsockname()[1]), str(os.cpu_count())
+            port, cores = str(probe.getsockname()[1]), str(environment.threads(environment.cores()))
         self._url = f"http://127.0.0.1:{port}"
         own = ["--port", port, "-c", "1024", "-np", "1", "-t", cores, "-tb", cores, "--no-ui"]
         self._log = log.open("w")
@@ -266,13 +267,16 @@ def main() -> None:
     asked = {"prompts": prompts, "new": options.new, "only": options.only, "processor": options.processor}
     asked |= {"model": str(target), "head": str(HEAD), "folder": str(options.folder)}
     rows: list[Row] = []
+    setting = [options.processor, options.new]
     if options.keep is not None and options.keep.is_file():
-        rows = [json.loads(line) for line in options.keep.read_text().splitlines()]
+        rows = [
+            row for line in options.keep.read_text().splitlines() if (row := json.loads(line))["setting"] == setting
+        ]
     with ExitStack() as stack:
         running = [(side, name) for side in sides(options, asked, stack, left) for name in side.names]
         for side, name in running * options.turns:
             try:
-                rows.append(side.run(name))
+                rows.append({**side.run(name), "setting": setting})
             except (SystemExit, OSError, subprocess.CalledProcessError) as error:
                 left[name] = str(error)
                 continue

@@ -59,8 +59,9 @@ def cut(model: Any, count: int) -> Any:
     chosen = [*range(count - 1), len(layers) - 1]
     made.get_decoder().layers = nn.ModuleList(layers[index] for index in chosen)
     config.num_hidden_layers = count
-    if getattr(config, "layer_types", None):
-        config.layer_types = [config.layer_types[index] for index in chosen]
+    for name in ("layer_types", "no_rope_layers"):
+        if values := getattr(config, name, None):
+            setattr(config, name, [values[index] for index in chosen])
     return made
 
 

@@ -66,7 +66,7 @@ def objective(
         known[..., index][here] = inside[at]
         if options.decay is None:
             rates[..., index][here] = right(logits.detach(), probs[at])
-        if network.config.version == 1 and options.feature_weight:
+        if network.config.version == 1 and options.feature_weight and len(at):
             features = features + options.ttt_decay**index * F.smooth_l1_loss(hidden.float(), last[at])
     total = chain_loss(losses, rates, known, decay=options.decay)
     return total if network.config.version == 3 else options.ce_weight * total + options.feature_weight * features

@@ -62,6 +62,11 @@ def anchors_of(texts: Texts, count: int, k: int, *, skip: int = 0, seed: int) ->
     first.
     """
     size = texts.tokens.shape[1] - k
+    if size < 1:
+        raise ConfigurationError(
+            f"k: expected fewer drafts than the {texts.tokens.shape[1]} tokens of the shortest texts, got {k}; lower "
+            "it, or give longer texts"
+        )
     order = torch.rand(len(texts.tokens), size, generator=torch.Generator().manual_seed(seed)).to(texts.tokens.device)
     order[:, :skip] += 2
     if texts.counted is not None:

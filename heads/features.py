@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -145,7 +146,7 @@ class FeatureCache:
         size = sum(x.numel() * x.element_size() for x in tensors.values())
         with atomic_write(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
-        stored = sum(file.stat().st_size for file in path.parent.iterdir())
+        stored = sum(file.stat().st_size for file in path.parent.glob("*.safetensors"))
         if stored + size <= self._options.feature_cache_bytes:
             save_tensors(path, tensors)
 
@@ -161,7 +162,9 @@ class Conversation:
 _POOL = 64  # batches among which texts are sorted by length
 _COUNTED = 512  # files whose ids are counted
 _STEP = 32  # lengths of batches are multiples of it
-_UNREADABLE = (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError, pickle.UnpicklingError)
+_UNREADABLE = (
+    OSError, RuntimeError, ValueError, LookupError, TypeError, AttributeError, pickle.UnpicklingError, SafetensorError
+)  # fmt: skip
 
 
 class Conversations:
@@ -288,6 +291,8 @@ class FeatureFiles:
         try:
             made = _tensors(path)
             tokens = _ids(made)[: self._longest]
+            if not 0 <= int(tokens.min()) <= int(tokens.max()) < self._target.output.shape[0]:
+                raise IndexError(f"ids from {tokens.min()} to {tokens.max()}")
             if "aux_hidden_state" in made:
                 streams, last = made["aux_hidden_state"], made["hidden_state"]
             else:
@@ -299,15 +304,9 @@ class FeatureFiles:
             streams, last = (x.reshape(-1, x.shape[-1])[:size].bfloat16() for x in (streams, last))
             if width and streams.shape != (size, width):
                 raise ValueError(f"states of width {streams.shape[-1]}, where the head reads {width}")
-        except (
-            OSError,
-            RuntimeError,
-            ValueError,
-            KeyError,
-            TypeError,
-            AttributeError,
-            pickle.UnpicklingError,
-        ) as error:
+            if last.shape[0] != size:
+                raise IndexError(f"{last.shape[0]} states; it has {size} tokens")
+        except _UNREADABLE as error:
             raise ConfigurationError(
                 f"data: expected a file of hidden states of SpecForge or speculators for this target, got {path} "
                 f"({error}); write the files again, with the layers that the head reads"
@@ -342,12 +341,20 @@ class TrainingData:
     @classmethod
     def of_files(cls, folder: Path) -> TrainingData:
         """Return a folder of files with hidden states; ids are counted in the first files."""
-        ids = [_ids(_tensors(file)).numpy() for file in feature_files(folder)[:_COUNTED]]
-        return cls(np.concatenate(ids).astype(np.int32), states=folder)
+        ids = []
+        for file in feature_files(folder)[:_COUNTED]:
+            try:
+                ids.append(_ids(_tensors(file)).numpy().astype(np.int32))
+            except _UNREADABLE as error:
+                raise ConfigurationError(
+                    f"data: expected a folder of hidden states of SpecForge or speculators, got {file} ({error}); give "
+                    "their folder, or one of text alone"
+                ) from error
+        return cls(np.concatenate(ids), states=folder)
 
     def counts(self, size: int) -> Tensor:
-        """Return how often every id occurs, [V]."""
-        return torch.from_numpy(np.bincount(self.stream, minlength=size))
+        """Return how often every id below ``size`` occurs, [V]."""
+        return torch.from_numpy(np.bincount(self.stream[(self.stream >= 0) & (self.stream < size)], minlength=size))
 
     def corpus(self, target: FrozenTarget, options: CachedTextOptions, *, folder: Path) -> Corpus:
         """Return the batches of these texts with the target's states, kept in ``folder``."""

@@ -172,7 +172,7 @@ LOG_STEPS = 20
 """Steps between two lines of the log."""
 
 _MEASURES = 10  # per run, evenly spaced
-_TABLES = re.compile(r"^lm_head|embed|codebook")  # tensors of a row for each id
+_TABLES = re.compile(r"(^|\.)lm_head|embed|codebook")  # tensors of a row for each id
 
 
 class Trainer(ABC):

@@ -5,6 +5,7 @@ Not here: what is written.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -83,7 +84,7 @@ def save_bytes(path: Path, parts: Iterable[bytes]) -> None:
 @contextmanager
 def _whole(path: Path) -> Iterator[Path]:
     """A name to write to, which is renamed to ``path`` when the block ends well, and goes when it does not."""
-    part = path.with_name(f"{path.name}.part")
+    part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")  # others may write the same file
     with atomic_write(path):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

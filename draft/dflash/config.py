@@ -449,13 +449,14 @@ class DFlashHeadOptions:
 
     def check(self, sizes: ModelConfig) -> None:
         """Raise ConfigurationError if the target does not support such a head."""
-        ids = [one for one in (self.draft_vocab_size, self.mask_token) if one is not None]
+        size, mask = sizes.vocab_size, self.mask_token
         if any(not 0 <= layer < sizes.num_layers for layer in self.layers) or self.num_layers < 1:
             raise ConfigurationError(
                 f"layers: expected residual streams from 0 to {sizes.num_layers - 1} of this target, and at least one "
                 f"layer of the head, got {list(self.layers)} and {self.num_layers}; correct them"
             )
-        if any(not 0 <= one <= sizes.vocab_size for one in ids) or 0 in (self.draft_vocab_size,):
+        drafted = size if self.draft_vocab_size is None else self.draft_vocab_size
+        if not (1 <= drafted <= size and (mask is None or 0 <= mask < size)):
             raise ConfigurationError(
                 f"draft_vocab_size, mask_token: expected 1 to {sizes.vocab_size} ids, and an id below that, got "
                 f"{self.draft_vocab_size} and {self.mask_token}; correct them"

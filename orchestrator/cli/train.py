@@ -103,7 +103,7 @@ def medusa(
             heads.heads, heads.layers, sizes.hidden_size, sizes.vocab_size, heads.tie_lm_head, base=target.name
         )
         texts.check_room(sizes.max_position_embeddings, config.heads)
-        stream, work = token_stream(data, target, dtype=files.data_dtype), files.make_work()
+        stream, work = training_data(data, target, dtype=files.data_dtype).stream, files.make_work()
         from paceline.heads.frozen_model import FrozenTarget
         from paceline.heads.trainer import distributed
         from paceline.medusa import train
@@ -234,8 +234,8 @@ def training_data(paths: list[Path], target: Path, *, dtype: str | None = None) 
 
     from paceline.heads.features import TrainingData, feature_files
 
-    states = [path for path in paths if path.is_dir() and feature_files(path)]
-    chats = [path for path in paths if path.is_file() and path.name.endswith((".jsonl", ".json.gz", ".gz"))]
+    states = [path for path in paths if path.is_dir() and feature_files(path) and not _files(path)]
+    chats = [path for path in paths if path.is_file() and path.suffix in (".jsonl", ".gz")]
     if (states and len(paths) > 1) or (chats and len(chats) < len(paths)):
         raise ConfigurationError(
             "--data: expected chats and traces, or streams of text, or one folder of hidden states, got several kinds; "
@@ -271,10 +271,12 @@ def _conversations(path: Path, target: Path) -> Iterator[Conversation]:
             yield Conversation(np.array([*one.prompt, *one.tokens], dtype=np.int32), np.array(answer))
         return
     tokenizer = load_tokenizer(target)
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+        if not line.strip():
+            continue
         try:
             ids, answer = chat_answers(tokenizer, _messages(json.loads(line)))
-        except (ValueError, TypeError, KeyError, PromptError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, PromptError) as error:
             raise ConfigurationError(
                 f'--data: expected a conversation as {{"messages": [{{"role", "content"}}, ...]}}, got line {number} '
                 f"of {path} ({error}); correct it"
@@ -289,7 +291,9 @@ def _messages(row: dict[str, Any]) -> list[dict[str, str]]:
     """Return the messages of a row: ``messages``, or ``conversations`` in the form of ShareGPT."""
     found = row["messages"] if "messages" in row else row["conversations"]
     turns = [(one.get("role") or one["from"], one["content"] if "content" in one else one["value"]) for one in found]
-    return [{"role": _ROLES.get(role, role), "content": str(content)} for role, content in turns]
+    if not all(isinstance(content, str) for _, content in turns):
+        raise TypeError("a content that is not text")
+    return [{"role": _ROLES.get(role, role), "content": content} for role, content in turns]
 
 
 def _train(

@@ -49,6 +49,7 @@ from paceline.serving.parsers import (
     Parser,
     ReasoningParser,
     ReasoningRow,
+    calls_schema,
     reasoning_of,
 )
 from paceline.serving.router import (
@@ -189,7 +190,7 @@ class ModelServer:
             prompts = chat_prompts(self._tokenizer, chat_request, self._format)
         else:
             prompts = _completion_prompts(self._tokenizer, chat_request)
-        told = isinstance(chat_request, ChatRequest) and self._format.tells(chat_request)
+        told = isinstance(chat_request, ChatRequest) and self._format.calls_by_grammar(chat_request)
         params = sampling_params(chat_request, self._tokenizer, prompts.reasoning, told=told)
         rows = [ids for ids in prompts.ids for _ in range(chat_request.n)]
         requests = Request.batch(rows, params, self._limits_of(chat_request, rows, context.max_sequence))
@@ -259,7 +260,7 @@ class ModelServer:
         elif self._format.tools is not None and (request.tools_offered or self._format.tools.always):
             calls = self._format.tools.make(request.tool_schemas)
             parser = calls if request.parallel_tool_calls else OneCallParser(calls)
-        elif self._format.tells(request):
+        elif self._format.calls_by_grammar(request):
             parser = ListOrTextParser()
         if self._format.reasoning is not None:
             return ReasoningParser(self._format.reasoning, parser, started=prompts.in_reasoning)
@@ -360,6 +361,10 @@ class ChatFormat:
     def tells(self, request: ChatRequest | TokenizeRequest) -> bool:
         """Whether messages tell the model of a request's functions, since its template has no known form for them."""
         return bool(request.tools_offered) and self.tools is None
+
+    def calls_by_grammar(self, request: ChatRequest) -> bool:
+        """Whether the grammar of a response admits calls or text; a structure that the request asks for has neither."""
+        return self.tells(request) and request.structured is None
 
     def markers(self, *, tools: bool) -> tuple[str, ...]:
         """Return the strings that response parsers search for and that may be special tokens. ``tools``: calls are
@@ -576,18 +581,8 @@ calls: %json """
 
 
 def _calls(request: ChatRequest) -> dict[str, Any]:
-    """Return the schema of a list of calls."""
-    calls = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": tool.function.name}, "parameters": _arguments(tool)},
-            "required": ["name", "parameters"],
-            "additionalProperties": False,
-        }
-        for tool in request.tools
-    ]
-    most = {} if request.parallel_tool_calls else {"maxItems": 1}
-    return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}}
+    functions = [(tool.function.name, _arguments(tool)) for tool in request.tools]
+    return calls_schema(functions, several=request.parallel_tool_calls)
 
 
 def _arguments(tool: Tool) -> dict[str, Any]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,6 +321,35 @@ class LlamaJsonParser(_JsonCallsParser):
     def _no_call(self, text: str) -> Delta:
         self._state = self._plain
         return Delta(text)
+
+
+def calls_schema(functions: Sequence[tuple[str, dict[str, Any]]], *, several: bool) -> dict[str, Any]:
+    """Return the JSON schema of what `JsonListParser` reads. ``functions``: names and schemas of arguments."""
+    calls = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": name},
+                "parameters": _moved(arguments, f"/items/anyOf/{index}/properties/parameters"),
+            },
+            "required": ["name", "parameters"],
+            "additionalProperties": False,
+        }
+        for index, (name, arguments) in enumerate(functions)
+    ]
+    return {"type": "array", "minItems": 1, **({} if several else {"maxItems": 1}), "items": {"anyOf": calls}}
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """Return a schema whose references to its root are to its place in another schema."""
+    if isinstance(schema, list):
+        return [_moved(one, place) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {key: _moved(value, place) for key, value in schema.items()}
+    if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#"):
+        made["$ref"] = f"#{place}{reference[1:]}"
+    return made
 
 
 class JsonListParser(_JsonCallsParser):

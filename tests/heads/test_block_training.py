@@ -215,7 +215,7 @@ def test_dpace_weighs_a_position_by_the_drafts_that_depend_on_it() -> None:
     [
         (DFlashHeadOptions(layers=(9,)), r"streams from 0 to 1 of this target, .*got \[9\]"),
         (DFlashHeadOptions(draft_vocab_size=0), "expected 1 to 96 ids"),
-        (DFlashHeadOptions(mask_token=97), "an id below that"),
+        (DFlashHeadOptions(mask_token=96), "an id below that"),
         (PardOptions(num_layers=3), "expected 1 to 2, the target's layers, got 3"),
         (PardOptions(mask_token=96), "expected an id below 96, got 96"),
     ],

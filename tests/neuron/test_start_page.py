@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from shutil import copytree
 from textwrap import dedent
 from urllib.request import Request, urlopen
 
@@ -42,7 +43,9 @@ def place(home: Path, tmp_path: Path) -> Path:
     (models,) = [block for block in blocks("Without a chip") if block.startswith("# models.yaml")]
     (tmp_path / "models.yaml").write_text(models)
     for name, role in (("Llama-3.1-8B", "target"), ("Llama-3.2-1B", "draft")):
-        (tmp_path / name).symlink_to(home / role)
+        copytree(home / role, tmp_path / name)
+        config = tmp_path / name / "config.json"
+        config.write_text(config.read_text().replace(": 512", ": 128"))  # fewer graphs
     (tmp_path / "bin").mkdir()
     tools = {"paceline": PACELINE, "neuronx-cc": COMPILER, "neuron-ls": f"#!/bin/sh\necho '{LISTED}'\n"}
     for name, script in tools.items():

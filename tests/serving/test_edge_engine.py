@@ -301,6 +301,14 @@ def test_a_model_whose_template_has_no_tools_calls_by_a_grammar() -> None:
                 model="m", input="a", tools=[{"type": "function", **tools[0]["function"]}], max_output_tokens=9
             )
             assert response.model_extra["tool_call_format"] == "generic"
+        nested = {"properties": {"a": {"$ref": "#/$defs/X"}}, "required": ["a"], "$defs": {"X": {"const": "x"}}}
+        tools[0]["function"]["parameters"] = {"type": "object", "additionalProperties": False, **nested}
+        for choice in ("auto", "required"):
+            made = ask(**fields | {"tools": tools[:1], "tool_choice": choice, "logit_bias": {bracket: 100}})
+            assert json.loads(made.choices[0].message.tool_calls[0].function.arguments) == {"a": "x"}
+        structure = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"const": [1]}}}
+        (choice,) = ask(**fields, response_format=structure).choices
+        assert json.loads(choice.message.content) == [1] and not choice.message.tool_calls
 
 
 def test_a_prediction_changes_no_token(client: openai.OpenAI) -> None:
