@@ -24,6 +24,7 @@ RAY = (
 """Files that use the fixture `cluster`: the longest piece, most of it spent waiting for other processes."""
 
 LONG = (
+    "tests/neuron/test_start_page.py",
     "tests/equality/test_matrix.py",
     "tests/decoder/test_ranks.py",
     "tests/smollm2/test_modes.py",
@@ -37,6 +38,9 @@ LONG = (
     "tests/docs/test_blocks.py",
     "tests/placement/test_remote.py",
     "tests/decoder/test_team.py",
+    "tests/cli/test_light_start.py",
+    "tests/serving/test_edge_engine.py",
+    "tests/target/test_depth_laws.py",
     "tests/cli/test_cli.py",
     "tests/decoder/test_families.py",
     "tests/decoder/test_gguf.py",
