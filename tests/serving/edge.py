@@ -50,12 +50,14 @@ class ScriptedEngine:
 
     say      prompt's text -> the answer's; of every round two tokens were drafted, three where that fits
     pause_s  seconds before every round
+    in_turn  begin a request only when the one before has left its slot
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, say: Callable[[str], str]) -> None:
         self.tokenizer, self.say, self.pause_s = tokenizer, say, 0.0
         self.full, self.calls, self.ended = False, list[Call](), list[str]()
         self.left: set[tuple[str, int]] = set()  # (ticket, index)
+        self.in_turn, self._leaving = False, threading.Condition()
 
     def submit(self, call: Call, sink: Sink) -> None:
         if self.full:
@@ -68,10 +70,15 @@ class ScriptedEngine:
         return True
 
     def leave(self, ticket: str, indices: Collection[int]) -> None:
-        self.left.update((ticket, index) for index in indices)
+        with self._leaving:
+            self.left.update((ticket, index) for index in indices)
+            self._leaving.notify_all()
 
     def _speak(self, call: Call, sink: Sink) -> None:
-        for request in call.requests:
+        for number, request in enumerate(call.requests):
+            if self.in_turn and number:
+                with self._leaving:
+                    self._leaving.wait_for(lambda before=number - 1: (call.ticket, before) in self.left, timeout=60)
             text = self.say(self.tokenizer.decode(list(request.prompt)))
             room = request.max_length - len(request.prompt)
             tokens = self.tokenizer.encode(text)

@@ -124,10 +124,15 @@ def test_tool_calls_are_parsed(client: openai.OpenAI, served: tuple[openai.OpenA
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("said", ["tool", "called"])
 def test_a_response_of_one_tool_call_ends_with_it(
-    client: openai.OpenAI, served: tuple[openai.OpenAI, ScriptedEngine], said: str, stream: bool
+    client: openai.OpenAI,
+    served: tuple[openai.OpenAI, ScriptedEngine],
+    said: str,
+    stream: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Tokens that the model would write after it are neither waited for nor counted, and its slots are free."""
     engine, asked = served[1], {"tools": TOOLS, "parallel_tool_calls": False, "n": 2, "stream": stream}
+    monkeypatch.setattr(engine, "in_turn", True)
     before = len(engine.ended)
     if stream:
         chunks = list(ask(client, said, **asked, stream_options={"include_usage": True}))
