@@ -57,7 +57,7 @@ def dpace(rates: Tensor, known: Tensor) -> Tensor:
 
     rates [..., k] at which drafts 1, 2, ... are right; known [..., k] bool, where there is a draft to learn.
     """
-    smooth = torch.where(known, _SMOOTHING + (1 - _SMOOTHING) * rates, 1.0)
+    smooth = _SMOOTHING + (1 - _SMOOTHING) * torch.where(known, rates, 0.0)  # a chain ends where none is known
     reached = smooth.cumprod(-1) * known
     return reached.flip(-1).cumsum(-1).flip(-1) * known
 

@@ -191,11 +191,11 @@ def test_only_answers_count_in_a_block(workshop: Workshop) -> None:
 
 def test_dpace_weighs_a_position_by_the_drafts_that_depend_on_it() -> None:
     """By the formula of arXiv 2605.18810: sums over the later positions of the product of smoothed rates."""
-    rates = torch.tensor([[0.9, 0.5, 0.1], [0.2, 0.8, 0.4]])
-    known = torch.tensor([[True, True, True], [True, True, False]])
+    rates = torch.tensor([[0.9, 0.5, 0.1], [0.2, 0.8, 0.4], [0.9, 0.9, 0.9]])
+    known = torch.tensor([[True, True, True], [True, True, False], [True, False, True]])
     found = dpace(rates, known)
-    for row in range(2):
-        smooth = [0.5 + 0.5 * float(rate) if know else 1.0 for rate, know in zip(rates[row], known[row], strict=True)]
+    for row in range(3):
+        smooth = [0.5 + 0.5 * float(rate) if know else 0.5 for rate, know in zip(rates[row], known[row], strict=True)]
         for place in range(3):
             wanted = 0.0
             for last in range(place, 3):
@@ -206,7 +206,7 @@ def test_dpace_weighs_a_position_by_the_drafts_that_depend_on_it() -> None:
                     wanted += product
             assert float(found[row, place]) == pytest.approx(wanted, rel=1e-5)
     losses = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
-    falling = chain_loss(losses, rates, known, decay=0.5)
+    falling = chain_loss(losses, rates[:2], known[:2], decay=0.5)
     assert float(falling) == pytest.approx(2.5 + 0.5 * 3.5 + 0.25 * 3.0)
 
 
