@@ -157,10 +157,10 @@ class _Checks:
             "modules_to_not_convert": (),
         }
         found = loadable(path, LoadOptions(**(defaults | options)))
-        shape = parse_draft_tree(tree or "chain", k=k, drawn=self.rule.draft_probs)
+        shape = parse_draft_tree("chain" if tree is None else tree, k=k, drawn=self.rule.draft_probs)
         self._check_shape(spec, shape)
         vocab_compat.check(found, self.target, self.config.vocabulary)
-        return DraftSpec(row.name, k=spec.k, options=(("draft_tree", tree),) if tree else (), value=found)
+        return DraftSpec(row.name, k=spec.k, options=(("draft_tree", tree),) if tree is not None else (), value=found)
 
     def _check_shape(self, spec: DraftSpec, shape: DraftShape | None) -> None:
         if shape is not None:

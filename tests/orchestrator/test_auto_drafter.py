@@ -141,6 +141,7 @@ def test_heads_that_do_not_fit_are_rejected(workshop: Workshop, heads: dict[str,
     for options, message in (
         ({"draft": ["ngram", heads["eagle"]]}, "cannot be in a list"),
         ({"draft": heads["eagle"] + ":draft_tree=tree:-1,-1,0", "k": 4}, "expected a draft depth of 2"),
+        ({"draft": {"path": str(workshop.checkpoint("draft")), "draft_tree": ""}}, "got ''; correct it"),
         ({"draft": heads["medusa"], "k": 9}, "got 9; use 1 to 3"),
         ({"draft": heads["medusa"] + ":amp=f32"}, "'amp' is not an option"),
         (
