@@ -10,18 +10,14 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
 
-if sys.version_info >= (3, 11):
-    import tomllib
-
 ROOT = Path(__file__).parents[2]
 INDEX = json.loads((Path(__file__).parent / "package_index.json").read_text())["packages"]
-
-pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="reads pyproject.toml with tomllib")
 
 
 def wheel(folder: Path, name: str, version: str, *, tag: str = "py3", metadata: str = "") -> None:
@@ -80,7 +76,6 @@ def test_every_extra_pins_one_sdk(index: Path, extra: str, python: str, wanted: 
 
 
 def test_an_unsupported_python_finds_no_sdk_packages(index: Path) -> None:
-    assert "No matching distribution found for torch-neuronx" in resolved(index, "3.10", "paceline[neuron]")
     assert "No matching distribution found for torch-neuronx" in resolved(index, "3.11", "paceline[neuron-native]")
 
 
