@@ -41,7 +41,6 @@ proposed, are not longer, and a graph of 64 rows takes about three times as long
 
 
 def _option(default: Any, text: str) -> Any:
-    """Return a field with its help text for commands."""
     return field(default=default, metadata={"help": text})
 
 
@@ -223,11 +222,7 @@ def check_width(width: int) -> None:
 
 
 def decoder_options(load: LoadOptions, trained: int, layout: Layout = WHOLE) -> DecoderOptions:
-    """Complete the options of a decoder; ``trained`` is the model's own context.
-
-    Raises:
-        ConfigurationError: longer sequences are requested than that.
-    """
+    """Complete the options of a decoder; ``trained`` is the model's own context, beyond which none may go."""
     steps = _quarter if BACKENDS[load.backend].slow else _powers
     batches = steps(load.slots, first=1) if isinstance(load.batch_size, int) else tuple(load.batch_size)
     last = load.longest(trained)
@@ -243,7 +238,6 @@ def decoder_options(load: LoadOptions, trained: int, layout: Layout = WHOLE) -> 
 
 
 def _ascending(name: str, one_or_more: object) -> None:
-    """Raise ConfigurationError unless the value is a positive number or an ascending list of them."""
     values = one_or_more if isinstance(one_or_more, (list, tuple)) else (one_or_more,)
     numbers = [value for value in values if isinstance(value, int) and not isinstance(value, bool)]
     if not values or len(numbers) < len(values) or numbers[0] < 1 or any(a >= b for a, b in pairwise(numbers)):
@@ -259,7 +253,6 @@ def _quarter(last: int, first: int = 128) -> tuple[int, ...]:
 
 
 def _powers(last: int, first: int = 128) -> tuple[int, ...]:
-    """Return ``first``, its double, its quadruple, ... and ``last``."""
     buckets = []
     bucket = first
     while bucket < last:
