@@ -23,8 +23,6 @@ _REST = 3  # maximum number of bytes after a character's first, and so of tokens
 
 
 class Decodes(Protocol):
-    """Decoder of ids into text, like Hugging Face's tokenizers."""
-
     def decode(self, token_ids: list[int], **options: Any) -> str: ...
 
 
@@ -76,7 +74,6 @@ class IncrementalDetokenizer:
         return text[len(known) :]
 
     def flush(self) -> str:
-        """Return the held text at the end of the sequence."""
         _, known, text = self._texts()
         return self._settle(self.held, known, text)
 

@@ -29,17 +29,14 @@ class DrafterCounts:
         return 1 + self.num_scored_tokens / self.num_scored if self.num_scored else 1.0
 
     def plus(self, other: DrafterCounts) -> DrafterCounts:
-        """Return the sums."""
         pairs = zip(astuple(self), astuple(other), strict=True)
         return DrafterCounts(*(mine + more for mine, more in pairs))
 
     def since(self, before: DrafterCounts) -> DrafterCounts:
-        """Return the counts added since ``before``."""
         pairs = zip(astuple(self), astuple(before), strict=True)
         return DrafterCounts(*(now - then for now, then in pairs))
 
     def to_dict(self) -> dict[str, float]:
-        """Plain values for JSON, the mean included."""
         return asdict(self) | {"mean_acceptance_length": self.mean_acceptance_length}
 
 
@@ -81,7 +78,6 @@ class DrafterHealth:
 
     @property
     def faults(self) -> int:
-        """Number of all faults."""
         return self.lost + self.late + self.failed + self.invalid
 
     @property
@@ -90,11 +86,9 @@ class DrafterHealth:
         return self.ahead / self.answered if self.answered else 0.0
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON, ``hit_rate`` included."""
         return asdict(self) | {"hit_rate": self.hit_rate}
 
     def since(self, before: DrafterHealth) -> DrafterHealth:
-        """Return the counts since ``before``, with the current state."""
         now, then = asdict(self), asdict(before)
         return replace(self, **{name: value - then[name] for name, value in now.items() if isinstance(value, int)})
 
@@ -108,14 +102,11 @@ class HealthCounters:
         self.last_error = ""
 
     def count(self, name: str, times: int = 1) -> None:
-        """Add to one of the counts."""
         self._counts[name] += times
 
     def fault(self, kind: Fault, reason: str) -> None:
-        """Count a fault and keep its reason."""
         self._counts[kind] += 1
         self.last_error = reason
 
     def snapshot(self, state: State, restarts: int, last_error: str) -> DrafterHealth:
-        """Return the current health."""
         return DrafterHealth(state=state, restarts=restarts, last_error=last_error, **self._counts)

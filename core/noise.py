@@ -86,7 +86,7 @@ def gumbel(
 
 
 def uniform(seeds: Tensor, positions: Tensor, stream: int) -> Tensor:
-    """Return a uniform number in [0, 1) for every position. -> [B, T] float32, a multiple of 2**-24."""
+    """Return a number in [0, 1) for every position. -> [B, T] float32, a multiple of 2**-24."""
     zero = torch.zeros(1, dtype=torch.int32, device=seeds.device)
     high, low = words(row_keys(seeds, positions, stream), zero)
     return ((high * 256) + (low >> 8)).squeeze(-1).to(torch.float32) * 2.0**-24
@@ -105,7 +105,6 @@ def gumbel_of_words(high: Tensor, low: Tensor, *, traced: bool = False) -> Tenso
 
 
 def _minus_log1p(negative: Tensor) -> Tensor:
-    """-ln(1 + x) for -1 < x < 0, to a few ulp."""
     rest = negative + 1.0
     exponential = _log(rest) / (rest - 1.0) * -negative
     return torch.where(rest == 1.0, -negative, exponential)

@@ -97,6 +97,5 @@ def probabilities(logits: Tensor, sampling: SamplingTensors, *, cut: bool = True
 
 
 def softmax(scores: Tensor) -> Tensor:
-    """Compute softmax over the last dimension in float32."""
     weights = torch.exp(scores - scores.amax(-1, keepdim=True))
     return weights / weights.sum(-1, keepdim=True)

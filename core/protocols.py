@@ -76,7 +76,7 @@ class Drafter(ABC):
 
     @property
     def choice_counts(self) -> Mapping[str, DrafterCounts]:
-        """Counts of each of several drafters since this one was made, by its name, if it chooses among them."""
+        """Counts of each of several drafters, by its name, if it chooses among them."""
         return {}
 
     def restrict(self, slot: int, name: str) -> None:
@@ -84,9 +84,7 @@ class Drafter(ABC):
         raise NotImplementedError(f"{type(self).__name__} does not choose among drafters")
 
     def add_request(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
-        """Prefill the prompt of a new request in a slot. features [S, F] of its tokens, if this drafter ``reads``
-        any.
-        """
+        """Prefill the prompt of a new request in a slot. features [S, F] of its tokens, if ``reads`` is set."""
 
     def read_request(
         self, slot: int, prompt: Sequence[int], features: Tensor | None = None
@@ -113,10 +111,7 @@ class Drafter(ABC):
 
     def chains(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> list[list[int]]:
         """Return the proposal of every slot as a list, for callers that join it with others; [] = nothing. Tokens past
-        the limit are ignored.
-
-        Raises:
-            ConfigurationError: it was sampled from probabilities.
+        the limit are ignored. ConfigurationError: it was sampled from probabilities.
         """
         proposal = self.propose(commit, sampling, limits)
         if proposal.draft_probs is not None:
@@ -140,10 +135,8 @@ class Drafter(ABC):
         return self.propose(commit, sampling, limits)
 
     def shortened(self, length: int) -> Drafter:
-        """Return this drafter with shorter proposals of ``length`` tokens. The two share their state.
-
-        Raises:
-            ConfigurationError: it has one length only.
+        """Return this drafter with shorter proposals of ``length`` tokens, on the same state; ConfigurationError: it
+        has one length only.
         """
         raise ConfigurationError(
             f"k: expected one number, since {type(self).__name__} has one draft length, got several; give one "

@@ -40,10 +40,7 @@ class Sampling:
     """Sampling of one request. ``temperature == 0`` is greedy decoding: of equal logits at the top the lowest id.
 
     ``top_k == 1`` is not the same: equal logits at the border of top-k are all kept, so any of the equal largest ones
-    may be sampled.
-
-    Raises:
-        SamplingError: a value is out of range.
+    may be sampled. SamplingError: a value is out of range.
     """
 
     temperature: float = 0.0
@@ -93,7 +90,6 @@ class Sampling:
 
 
 def param_row(sampling: Sampling) -> list[float]:
-    """Return the row of `SamplingTensors.params` of one request."""
     return [sampling.temperature, float(min(sampling.top_k, _MAX_EXACT_FLOAT)), sampling.top_p, sampling.min_p]
 
 
@@ -118,7 +114,6 @@ def row_seed(seed: int, row: int) -> int:
 
 
 def sampling_tensors(requests: Sequence[Sampling]) -> SamplingTensors:
-    """Tensors for a batch of requests, in slot order."""
     import torch
 
     params: Tensor = torch.tensor([param_row(r) for r in requests], dtype=torch.float32)
@@ -127,7 +122,7 @@ def sampling_tensors(requests: Sequence[Sampling]) -> SamplingTensors:
 
 
 def kind_of(temperature: float, top_k: float) -> SamplingKind:
-    """Return the sampling mode of a request with these values: the narrowest that gives its tokens."""
+    """Return the narrowest sampling mode that gives a request with these values its tokens."""
     if temperature <= 0:
         return "greedy"
     if top_k == 0 or top_k >= _MAX_EXACT_FLOAT:  # no vocabulary is that large, so nothing is cut
@@ -141,11 +136,7 @@ def widest(kinds: Iterable[SamplingKind]) -> SamplingKind:
 
 
 def known_kinds(names: Sequence[str]) -> tuple[SamplingKind, ...]:
-    """Return the sampling modes of these names, from the narrowest to the widest.
-
-    Raises:
-        ConfigurationError: there is no such mode, or no name.
-    """
+    """Return the sampling modes of these names, from the narrowest to the widest."""
     if not names or any(name not in SAMPLING_KINDS for name in names):
         raise ConfigurationError(
             f"sampling: expected one or more of {', '.join(SAMPLING_KINDS)}, got {', '.join(names) or 'none'}; "
@@ -155,9 +146,7 @@ def known_kinds(names: Sequence[str]) -> tuple[SamplingKind, ...]:
 
 
 def kind_of_params(params: Tensor) -> SamplingKind:
-    """Return the sampling mode of a batch from its ``params`` [B, 4] only, for tensors that came from another
-    process.
-    """
+    """Return the sampling mode of a batch from its ``params`` [B, 4], for tensors of another process."""
     return widest(kind_of(temperature, top_k) for temperature, top_k, *_ in params.tolist())
 
 

@@ -19,12 +19,10 @@ ROOT = -1
 
 
 def chain(length: int) -> tuple[int, ...]:
-    """Parents of a chain of ``length`` nodes."""
     return tuple(range(-1, length - 1))
 
 
 def is_chain(parents: tuple[int, ...]) -> bool:
-    """Return whether every node is a child of the one before it."""
     return parents == chain(len(parents))
 
 
@@ -58,11 +56,7 @@ def best_of_positions(parents: tuple[int, ...]) -> tuple[int, list[int]]:
 
 
 def draft_shape(parents: tuple[int, ...]) -> DraftShape:
-    """Return the draft shape of a static tree.
-
-    Raises:
-        ConfigurationError: a parent does not come before its child.
-    """
+    """Return the draft shape of a static tree; ConfigurationError: a parent does not come before its child."""
     check(parents)
     if is_chain(parents):
         return DraftShape.chain(len(parents))
@@ -70,7 +64,6 @@ def draft_shape(parents: tuple[int, ...]) -> DraftShape:
 
 
 def verify_rows(parents: tuple[int, ...]) -> list[int]:
-    """Return the parent row of every row of a window: -1 for the root, then one for every node."""
     return [ROOT, *(parent + 1 for parent in parents)]
 
 

@@ -1,7 +1,5 @@
 """The values that the parts of a round exchange, and the letters of shapes.
 
-Values have no behaviour, except the conversion of lists to tensors, and do not depend on a model.
-
 Glossary of shape letters, used in every docstring of the package:
 
     B  slots of a batch            N  proposed nodes           D  depth of a proposal (N for a chain)
@@ -57,11 +55,7 @@ class DraftShape:
 
     @classmethod
     def chain(cls, length: int) -> DraftShape:
-        """Return a chain of ``length`` nodes, each the child of the one before.
-
-        Raises:
-            ConfigurationError: the length is negative, or not an integer.
-        """
+        """Return a chain of ``length`` nodes, each the child of the one before."""
         if not isinstance(length, int) or length < 0:
             raise ConfigurationError(f"k: expected at least 0 draft tokens per round, got {length!r}; correct it")
         return cls(length, length)
@@ -71,7 +65,6 @@ class DraftShape:
         return self.parents is None and not self.dynamic
 
     def __str__(self) -> str:
-        """Describe the shape for messages, such as ``chain of 4``."""
         if self.is_chain:
             return f"chain of {self.depth}"
         kind = "dynamic tree" if self.dynamic else "tree"
@@ -96,7 +89,6 @@ class DraftKey:
     variant: str = ""
 
     def __str__(self) -> str:
-        """Describe the step for messages."""
         parts = [str(self.shape), "drawn" if self.drawn else "", self.variant]
         place = "" if self.bucket is None else f"@{self.bucket}"
         return f"{self.kind}[{', '.join(part for part in parts if part)}]{place}"
@@ -130,10 +122,8 @@ class TokenLogprobs:
     """Log-probabilities of the model at a position: softmax of its raw logits at temperature 1, before any processor,
     penalty, grammar or filter, as in vLLM's ``raw_logprobs`` and OpenAI's API.
 
-    token    at that position
-    logprob  of that token
-    rank     number of more likely tokens, plus 1
-    top      (token, log-probability) of the most likely, descending, whether or not ``token`` is one of them
+    rank  number of more likely tokens, plus 1
+    top   (token, log-probability) of the most likely, descending, whether or not ``token`` is one of them
     """
 
     token: int
@@ -187,7 +177,6 @@ class Commit:
 
     @property
     def states(self) -> Tensor | None:
-        """The features, copied to the host if they are on the device."""
         return self.features.fetch() if isinstance(self.features, DeviceFeatures) else self.features
 
 
@@ -282,9 +271,8 @@ class RoundLimits:
 class RoundReport:
     """Result of a round for the host.
 
-    tokens   that each slot gained
-    drafted  depth of the proposal in each slot
-    seconds  duration of the round
+    tokens     that each slot gained
+    drafted    depth of the proposal in each slot
     predicted  number of leading drafted tokens that are from the slot's prediction; None = none
     scores     of the tokens of every slot whose request needs them; None = of no slot
     replaced   with scores: for each slot, the tokens drafted at the position of the bonus or recovered token
@@ -308,7 +296,6 @@ class RoundResult:
     """Rounds that ran in one call.
 
     commit          of the last one
-    reports         of each
     draft_seconds   time of the drafter outside the verifier's graph
     verify_seconds  time of the verifier, together with a drafter in its graph
     draft_length    draft length of these rounds, if every call chooses one

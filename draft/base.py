@@ -11,7 +11,7 @@ import copy
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 from paceline.core.errors import ConfigurationError
 from paceline.core.protocols import Drafter
@@ -24,15 +24,9 @@ if TYPE_CHECKING:
 Text = TypeVar("Text")
 """State of a drafter for one sequence: a ``list[int]`` of its tokens, unless `TextDrafter.new_text` makes another."""
 
-Self = TypeVar("Self", bound="BatchTextDrafter[Any]")
-
 
 class BatchTextDrafter(Drafter, Generic[Text]):
-    """Base of `TextDrafter` without a proposal per sequence: `chains` is written for all slots at once.
-
-    Raises:
-        ConfigurationError: ``k`` is negative, or not an integer.
-    """
+    """Base of `TextDrafter` without a proposal per sequence: `chains` is written for all slots at once."""
 
     def __init__(self, k: int) -> None:
         self.draft_shape = DraftShape.chain(k)
@@ -49,7 +43,7 @@ class BatchTextDrafter(Drafter, Generic[Text]):
     def finish(self, text: Text) -> None:
         """Finish a sequence whose request is done. Default: do nothing."""
 
-    def shortened(self: Self, length: int) -> Self:
+    def shortened(self, length: int) -> Self:
         """Return a copy with shorter proposals, which shares the sequences."""
         shorter = copy.copy(self)
         shorter.draft_shape = DraftShape.chain(length)
@@ -85,11 +79,7 @@ class BatchTextDrafter(Drafter, Generic[Text]):
 
 
 class TextDrafter(BatchTextDrafter[Text]):
-    """Drafts chains of up to ``k`` tokens from the tokens only. A `paceline.core.protocols.Drafter`.
-
-    Raises:
-        ConfigurationError: ``k`` is negative, or not an integer.
-    """
+    """Drafts chains of up to ``k`` tokens from the tokens only. A `paceline.core.protocols.Drafter`."""
 
     @abstractmethod
     def propose_text(self, text: Text, limit: int) -> Sequence[int]:
@@ -130,9 +120,6 @@ class FunctionDrafter(TextDrafter[list[int]]):
     """Calls ``function(tokens of the text) -> tokens`` for every sequence and round, to draft up to ``k`` tokens.
 
     The function may return any ids, or None for nothing: a chain ends at the first id that is out of range.
-
-    Raises:
-        ConfigurationError: the function cannot be called, or ``k`` is negative.
     """
 
     def __init__(self, function: Function, k: int) -> None:

@@ -17,7 +17,7 @@ import copy
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, Self
 
 from paceline.core.drafter_statistics import DrafterCounts
 from paceline.core.errors import ConfigurationError
@@ -28,8 +28,6 @@ from paceline.draft.base import TextDrafter
 if TYPE_CHECKING:
     from torch import Tensor
 
-Self = TypeVar("Self", bound="_SeveralDrafters")
-
 
 class _SeveralDrafters(Drafter):
     """Base of drafters that hold several drafters of chains for the same sequences."""
@@ -38,7 +36,6 @@ class _SeveralDrafters(Drafter):
     _drafters: tuple[Drafter, ...]
 
     def _take(self, drafters: Sequence[Drafter]) -> None:
-        """Store the drafters and their common limits."""
         self._drafters = tuple(drafters)
         self.draft_lengths = tuple(sorted({length for drafter in drafters for length in drafter.draft_lengths})) or (0,)
         self.draft_shape = DraftShape.chain(self.draft_lengths[-1])
@@ -46,12 +43,8 @@ class _SeveralDrafters(Drafter):
         ends = [drafter.max_positions for drafter in drafters]
         self.max_positions = None if None in ends else max((end for end in ends if end is not None), default=None)
 
-    def shortened(self: Self, length: int) -> Self:
-        """Return a copy in which each drafter that proposes more is shortened; data of sequences is shared.
-
-        Raises:
-            ConfigurationError: one of the drafters has one length only.
-        """
+    def shortened(self, length: int) -> Self:
+        """Return a copy in which each drafter that proposes more is shortened; data of sequences is shared."""
         shorter = copy.copy(self)
         shorter._take([shortened_of(drafter, length) for drafter in self._drafters])
         return shorter
@@ -78,11 +71,7 @@ class _SeveralDrafters(Drafter):
 
 
 class FallbackDrafter(_SeveralDrafters):
-    """``drafters`` of chains that report no draft probabilities; each proposes where all before it proposed nothing.
-
-    Raises:
-        ConfigurationError: there is none, or one proposes trees or reads the target's states.
-    """
+    """``drafters`` of chains that report no draft probabilities; each proposes where all before it proposed nothing."""
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
         if not drafters:
@@ -117,11 +106,6 @@ def _limits_within(drafter: Drafter, most: list[int], commit: Commit, *, limits:
 
 
 def shortened_of(drafter: Drafter, length: int) -> Drafter:
-    """A drafter that proposes ``length`` tokens at most, on the same state.
-
-    Raises:
-        ConfigurationError: it has one length only, which is more.
-    """
     return drafter if drafter.draft_shape.num_draft_tokens <= length else drafter.shortened(length)
 
 
@@ -180,15 +164,13 @@ class ShadowScores:
         self.rounds = 0
 
     def begin(self, slot: int) -> None:
-        """Begin a sequence in a slot."""
         self._texts[slot] = _TextScores([_Mean() for _ in range(self._count)])
 
     def end(self, slot: int) -> None:
-        """End the sequence in a slot; forecasts that reach past its end do not count."""
+        """Forget the sequence in a slot; forecasts that reach past its end do not count."""
         self._texts.pop(slot, None)
 
     def move(self, slot: int, to: int) -> None:
-        """Move the sequence in a slot to another one."""
         if slot in self._texts:
             self._texts[to] = self._texts.pop(slot)
 
@@ -200,7 +182,6 @@ class ShadowScores:
         )
 
     def forecast(self, slot: int, drafter: int, chain: Sequence[int]) -> None:
-        """Record a drafter's forecast for the sequence in a slot. An empty one is not compared."""
         if chain and slot in self._texts:
             self._texts[slot].open.append(_Forecast(drafter, chain))
 
@@ -241,7 +222,6 @@ class ShadowScores:
         return over_all if text is None else text.means[drafter].value(over_all, _PRIOR)
 
     def took(self, drafter: int, seconds: float) -> None:
-        """Record a drafter's time to propose."""
         self._propose_seconds[drafter] = _smoothed(self._propose_seconds[drafter], seconds)
         self.counts[drafter] = self.counts[drafter].plus(DrafterCounts(propose_seconds=seconds))
 
@@ -260,7 +240,7 @@ class ShadowScores:
             self._handed_over = None
 
     def speed(self, slot: int, drafter: int) -> float:
-        """Return the expected tokens per second of a round in which this drafter proposes; per round before times are
+        """Return the expected tokens per second of a round in which this drafter proposes; tokens before times are
         known.
         """
         tokens = 1 + self.expected(slot, drafter)
@@ -287,9 +267,6 @@ class ChoiceDrafter(_SeveralDrafters):
     names         of the drafters, in statistics; default: their classes
     shadow_every  a drafter that is not the best, and not a text drafter, proposes once in this many rounds
     choose_by     "speed": tokens/s, with measured times; "length": accepted tokens only, independent of time
-
-    Raises:
-        ConfigurationError: there are fewer than two, one proposes trees, or two read different states of the target.
     """
 
     def __init__(
@@ -332,7 +309,6 @@ class ChoiceDrafter(_SeveralDrafters):
 
     @property
     def choice_counts(self) -> Mapping[str, DrafterCounts]:
-        """Counts of each drafter since this one was made, by its name."""
         return dict(zip(self.names, self._scores.counts, strict=True))
 
     def restrict(self, slot: int, name: str) -> None:

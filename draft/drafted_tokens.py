@@ -39,8 +39,10 @@ class Kept:
 
 
 class DraftedTokens:
-    """The tokens that a step has chosen so far, with what is kept of their choice. ``sampling``: of the next choice;
-    ``nodes``: `Kept.nodes`, of a tree.
+    """The tokens that a step has chosen so far, with what is kept of their choice.
+
+    sampling  of the next choice
+    nodes     `Kept.nodes`, of a tree
     """
 
     def __init__(self, kernels: Kernels, sampling: SamplingTensors, kept: Kept, *, nodes: Tensor | None = None) -> None:
@@ -52,11 +54,9 @@ class DraftedTokens:
 
     @property
     def last(self) -> Tensor:
-        """Tokens of the last call, [B, n] int32."""
         return self._tokens[-1]
 
     def add(self, tokens: Tensor) -> None:
-        """Append chosen tokens [B, n] int32."""
         self._tokens.append(tokens)
 
     def choose(self, logits: Tensor, positions: Tensor) -> None:
@@ -76,8 +76,8 @@ class DraftedTokens:
         self.add(self._kernels.sample_tokens(logits, positions, self.sampling, stream=stream))
 
     def outputs(self) -> tuple[Tensor, ...]:
-        """Return the drafts [B, k] int32, their probabilities [B, k, V] if they are sampled, and those of
-        ``reports``; or a tree's [B, N].
+        """Return the drafts [B, k] int32, their probabilities [B, k, V] if they are sampled, and those of ``reports``;
+        or a tree's [B, N].
         """
         if self._kept.parents:
             assert self._nodes is not None, "a step of a tree has them"

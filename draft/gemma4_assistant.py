@@ -73,13 +73,6 @@ class AssistantConfig:
 
     @classmethod
     def read(cls, folder: Path, target: ModelConfig) -> AssistantConfig:
-        """Read a folder's config.json.
-
-        Raises:
-            CheckpointError: it is absent, or a value is wrong.
-            UnknownArchitectureError: a key is not understood, or asks for another network.
-            PairingError: it is for another target.
-        """
         fields = read_config(folder)
         _KEYS.check(fields)
         inner = fields.child("text_config")
@@ -127,11 +120,7 @@ def layers_of(inner: Fields) -> ModelConfig:
 
 
 def _sources(layer: ModelConfig, target: ModelConfig) -> tuple[int, ...]:
-    """Return the target's last layer of each layer's kind that has keys and values.
-
-    Raises:
-        PairingError: there is none with these sizes.
-    """
+    """Return the target's last layer of each layer's kind that has keys and values; PairingError: there is none."""
     sources = []
     windows = target.blueprint.windows if target.blueprint.gemma else ()
     last = {bool(windows[index]): index for index in (target.cached_layers if windows else ())}
@@ -151,10 +140,6 @@ def _sources(layer: ModelConfig, target: ModelConfig) -> tuple[int, ...]:
 def load(folder: Path, target: ModelConfig, dtype: torch.dtype) -> tuple[AssistantConfig, dict[str, Tensor]]:
     """Read an assistant: its configuration, and its tensors by name, as they are computed with; with clusters, also
     ``order`` [C, V / C], their tokens.
-
-    Raises:
-        CheckpointError: the folder cannot be used.
-        PairingError: it is for another target.
     """
     config = AssistantConfig.read(folder, target)
     weights = load_floats(folder, config.tensors(), dtype, prefix="", unused=("lm_head.weight", _ORDER))
@@ -171,7 +156,7 @@ def load(folder: Path, target: ModelConfig, dtype: torch.dtype) -> tuple[Assista
 
 
 def draft_shape(target: ModelConfig, wanted: Wanted, folder: Path) -> DraftShape:
-    """Check the config.json; return the shape of its drafts. Errors as in `AssistantConfig.read`."""
+    """Check the config.json; return the shape of its drafts."""
     AssistantConfig.read(folder, target)
     return DraftShape.chain(wanted.k)
 
@@ -253,7 +238,7 @@ class AssistantHead(AutoregressiveHead):
 
 
 def _movable(rows: Tensor) -> Tensor:
-    """Return rows of a cache as a type whose numbers PyTorch can move."""
+    """View rows of a cache as a type whose numbers PyTorch can move."""
     return rows.view(torch.uint8) if rows.dtype in NARROW_CACHES else rows
 
 
@@ -287,7 +272,6 @@ class AssistantDrafter(HeadDrafter):
         return DraftKey("gemma4 assistant", self.draft_shape, bucket)
 
     def cache_key(self) -> dict[str, object]:
-        """Facts on which the drafter's graphs depend."""
         config = self.head.config
         sizes = {
             "layer": config.layer.to_dict(),

@@ -2,10 +2,10 @@
 
 A head is computation only. `AutoregressiveHead` drafts one token after the other and may have a cache; `ParallelHead`
 drafts all tokens at once from one state of the target. `HeadDrafter` tracks the commits it has read, selects the graph
-and makes the proposals. Drafters that need only the tokens are in `paceline.draft.base`.
+and makes the proposals.
 
-Letters: B slots, b lines of a call, W tokens of a commit, n tokens of a call, k drafted tokens, H width of the head,
-F of a feature, V vocabulary.
+Letters: B slots, b lines of a call, W tokens of a commit, n tokens of a call, k drafted tokens, H width of the head, F
+of a feature, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -95,10 +95,8 @@ class CachedHead(DraftHead):
     def place(
         self, row: Tensor, count: int, bucket: int, *, tree: Tree | None = None, sampling: SamplingTensors | None = None
     ) -> CachePosition:
-        """``count`` rows from row [B] on in every slot, or in the first ones.
-
-        Rows outside the cache are clamped into it: slots without a request have such rows, and their results are not
-        used. ``sampling`` marks those slots, for a head that can skip them.
+        """``count`` rows from row [B] on in every slot, or in the first ones. ``sampling`` marks slots without a
+        request, for a head that can skip them; their rows are clamped into the cache, and their results are not used.
         """
         row = row.clamp(min=0, max=self.options.n_positions - 1)
         real = None if sampling is None else self.real_rows(sampling, count)
@@ -199,9 +197,8 @@ class ChainStep(nn.Module):
         *features: Tensor,
         limit: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        """The fields of a Commit [B, W], params [B, 4], seeds [B, 4], features [B, W, F] if the head reads them
-        -> drafts [B, k] int32, and their probabilities [B, k, V] if they are sampled, and those of ``reports``; any
-        after the ``limit`` of a slot.
+        """The fields of a Commit [B, W], params [B, 4], seeds [B, 4], features [B, W, F] if the head reads them ->
+        outputs of `DraftedTokens`; any after the ``limit`` of a slot.
         """
         head, sampling = self.head, SamplingTensors(params, seeds, self._kind)
         shift = row_shift(head)
@@ -236,7 +233,7 @@ class ParallelStep(nn.Module):
     def forward(
         self, tokens: Tensor, count: Tensor, first_row: Tensor, params: Tensor, seeds: Tensor, features: Tensor
     ) -> tuple[Tensor]:
-        """The fields of a Commit [B, W], params [B, 4], seeds [B, 4], features [B, W, F] -> drafts [B, N] int32."""
+        """The inputs of a `ChainStep` -> drafts [B, N] int32."""
         sampling = SamplingTensors(params, seeds, self._kind)
         logits = self.scores(at_index(features, count - 1).squeeze(1), sampling)
         ahead = torch.arange(self._k, dtype=torch.int32, device=tokens.device)
@@ -304,7 +301,7 @@ class LevelTree(nn.Module):
 
 class NextTreeStep(nn.Module):
     """Read a commit, then grow a tree by `AutoregressiveHead.next`, which reads the inner nodes so far again with each
-    level. ``kind``: sampling mode of its rounds.
+    level.
     """
 
     def __init__(self, head: AutoregressiveHead, parents: tuple[int, ...], bucket: int, *, kind: SamplingKind) -> None:
@@ -377,18 +374,12 @@ def at_index(x: Tensor, index: Tensor) -> Tensor:
     return x.gather(1, index)
 
 
-_HeadSelf = TypeVar("_HeadSelf", bound="HeadDrafter")
-
-
 class HeadDrafter(TraceableDrafter):
     """Drafts with a head, in a separate graph or in the verifier's. A `paceline.core.protocols.TraceableDrafter`.
 
     Its graphs are compiled, cached and saved with those of ``decoder``, the target (or the head's own decoder), and it
     has the same slots, positions and number format. Trees and other steps: override `step`, `step_key` and
-    `draft_shape`.
-
-    Raises:
-        ConfigurationError: ``k`` is negative, or more than the target can verify in a round.
+    `draft_shape`. ConfigurationError: ``k`` is negative, or more than the target can verify in a round.
     """
 
     misfit_causes = (
@@ -417,12 +408,8 @@ class HeadDrafter(TraceableDrafter):
     def state(self) -> nn.Module:
         return self.head
 
-    def shortened(self: _HeadSelf, length: int) -> _HeadSelf:
-        """Return a copy that drafts shorter chains.
-
-        Raises:
-            ConfigurationError: the drafts are trees.
-        """
+    def shortened(self, length: int) -> Self:
+        """Return a copy that drafts shorter chains."""
         if not self.draft_shape.is_chain:
             raise ConfigurationError(
                 f"k: expected one number, since {type(self).__name__} drafts a {self.draft_shape}, got several; "
@@ -453,7 +440,6 @@ class HeadDrafter(TraceableDrafter):
         return self.decoder.bucket_for(rows + (self.draft_shape.depth if self._has_cache else 0))
 
     def add_request(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
-        """Do the work of `read_request` without pauses."""
         finish(self.read_request(slot, prompt, features))
 
     def read_request(
@@ -468,7 +454,6 @@ class HeadDrafter(TraceableDrafter):
         self._forget(slot)  # now, because rounds until now included commits of this slot
 
     def finish_request(self, slot: int) -> None:
-        """Forget the commits of a slot; the next request overwrites the cache rows."""
         self._forget(slot)
 
     def _forget(self, slot: int) -> None:
@@ -495,7 +480,6 @@ class HeadDrafter(TraceableDrafter):
             self._graph(key, partial(MoveRowsStep, self.head), slot_numbers(slot, to))
 
     def update(self, commit: Commit) -> None:
-        """Keep the commit: the step reads the last commit itself."""
         if self.max_positions is not None:
             self._pending.append((commit, set()))
 
@@ -516,14 +500,13 @@ class HeadDrafter(TraceableDrafter):
                 self.read(slot, tokens, start=row - row_shift(self.head), features=read)
 
     def propose(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> Proposal:
-        """Draft outside of the verifier's graph."""
         out = self._outputs(commit, sampling, limits)
         if self.draft_shape.dynamic:
             return Proposal(out[0], out[1])
         return Proposal(out[0], self.draft_shape.parents, out[1] if len(out) > 1 else None)
 
     def _outputs(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> Sequence[Tensor]:
-        """Run the step for a round in a separate graph; return its outputs."""
+        """Run the step for a round in a separate graph."""
         del self._pending[-1:]  # the step reads it
         self.catch_up()
         inputs = [commit.tokens, commit.count, commit.first_row, sampling.params, sampling.seeds]
@@ -538,7 +521,6 @@ class HeadDrafter(TraceableDrafter):
         return [for_all_slots(x, len(commit.count), 0 if x.is_floating_point() else PAD) for x in out]
 
     def read(self, slot: int, tokens: Sequence[int], *, start: int = 0, features: Tensor | None = None) -> None:
-        """Do the work of `read_in_chunks` without pauses."""
         finish(self.read_in_chunks(slot, tokens, start=start, features=features))
 
     def read_in_chunks(
@@ -577,7 +559,6 @@ class HeadDrafter(TraceableDrafter):
                 yield
 
     def _graph(self, key: GraphKey, make: Callable[[int], nn.Module], inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Run a step of this drafter."""
         shares_state = self.state is self.decoder.body  # then nothing in it belongs to another model
         step = self.decoder.graph(
             key,

@@ -43,7 +43,6 @@ class EarlyExitHead(AutoregressiveHead):
         return self.body.sample_tokens(hidden, positions, sampling)
 
     def _exit(self, tokens: Tensor, place: CachePosition) -> Tensor:
-        """tokens [B, 1] int32 -> normed states [B, 1, H] after the first layers."""
         hidden: Tensor = self.body.model(tokens, place, self.body.caches[: self.layers])[0]
         return hidden
 
@@ -52,9 +51,6 @@ class LayerSkipDrafter(HeadDrafter):
     """Drafts chains of ``k`` tokens with the first ``layers`` layers of ``target``; None: a quarter of them.
 
     draft_tree  or static trees: "tree:PARENTS" with the parent of each node, -1 for the root
-
-    Raises:
-        ConfigurationError: there are not that many layers.
     """
 
     misfit_causes = "a target that was not trained to exit early; too few `layers`, or too many to be faster"
@@ -68,7 +64,6 @@ class LayerSkipDrafter(HeadDrafter):
 
     @property
     def state(self) -> nn.Module:
-        """The target's body: its weights and its cache."""
         return self.decoder.body
 
     def bucket(self, rows: int) -> int:
@@ -78,5 +73,4 @@ class LayerSkipDrafter(HeadDrafter):
         return DraftKey("layerskip", self.draft_shape, bucket, variant=f"{self.layers} layers")
 
     def cache_key(self) -> dict[str, object]:
-        """Return the number of layers; the target's graphs have everything else in their keys."""
         return {"layerskip": self.layers}

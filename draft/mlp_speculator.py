@@ -65,13 +65,6 @@ class MlpSpeculatorConfig:
 
     @classmethod
     def read(cls, folder: Path, target: ModelConfig) -> MlpSpeculatorConfig:
-        """Read a folder's config.json.
-
-        Raises:
-            CheckpointError: it is absent, or a value is wrong.
-            UnknownArchitectureError: a key is not understood.
-            PairingError: it is for another target.
-        """
         fields = read_config(folder)
         _KEYS.check(fields)
         size = fields.integer("emb_dim", fields.integer("hidden_size", 4096))
@@ -110,12 +103,7 @@ class MlpSpeculatorConfig:
 
 
 def load(folder: Path, target: ModelConfig) -> tuple[MlpSpeculatorConfig, dict[str, Tensor]]:
-    """Read a folder: sizes, and tensors by the names of `MlpSpeculatorConfig.shapes`.
-
-    Raises:
-        CheckpointError: the folder cannot be used.
-        PairingError: it is for another target.
-    """
+    """Read a folder: sizes, and tensors by the names of `MlpSpeculatorConfig.shapes`."""
     config = MlpSpeculatorConfig.read(folder, target)
     found = {name.removeprefix("speculator."): x for name, x in read(folder).items()}
     weights = dict(found)
@@ -134,7 +122,7 @@ def load(folder: Path, target: ModelConfig) -> tuple[MlpSpeculatorConfig, dict[s
 
 
 def draft_shape(target: ModelConfig, wanted: Wanted, folder: Path) -> DraftShape:
-    """Check the config.json; return the shape of its drafts. Errors as in `MlpSpeculatorConfig.read`."""
+    """Check the config.json; return the shape of its drafts."""
     return DraftShape.chain(min(wanted.k, MlpSpeculatorConfig.read(folder, target).stages))
 
 
@@ -187,7 +175,7 @@ class MlpSpeculatorStep(nn.Module):
     def forward(
         self, tokens: Tensor, count: Tensor, first_row: Tensor, params: Tensor, seeds: Tensor, features: Tensor
     ) -> tuple[Tensor]:
-        """The fields of a Commit [B, W], params [B, 4], seeds [B, 4], features [B, W, H] -> drafts [B, k] int32."""
+        """The inputs of a `ChainStep` -> drafts [B, k] int32."""
         head, sampling = self.head, SamplingTensors(params, seeds, self._kind)
         real = head.real_rows(sampling, 1)
         state = head.first(at_index(features, count - 1).contiguous())
@@ -224,5 +212,4 @@ class MlpSpeculatorDrafter(HeadDrafter):
         return cls(head, target, config.stages if k is None else min(k, config.stages))
 
     def cache_key(self) -> dict[str, object]:
-        """Facts on which the drafter's graphs depend."""
         return {"mlp speculator": asdict(self.head.config), "dtype": str(self.head.options.dtype)}

@@ -95,7 +95,6 @@ class ModelDrafter(HeadDrafter):
 
     @property
     def state(self) -> nn.Module:
-        """Body of the decoder: drafters over one decoder share steps."""
         return self.decoder.body
 
     def step(self, bucket: int, kind: SamplingKind) -> nn.Module:
@@ -114,10 +113,7 @@ class ModelDrafter(HeadDrafter):
         self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits
     ) -> tuple[Proposal, Tensor]:
         """Propose without a threshold. -> also the largest probability at every position, [B, k] float32, for
-        comparison with a threshold.
-
-        Raises:
-            ConfigurationError: tokens are sampled from probabilities.
+        comparison with a threshold. ConfigurationError: tokens are sampled from probabilities.
         """
         if self._drawn:
             raise ConfigurationError(

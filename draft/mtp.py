@@ -99,12 +99,8 @@ class MtpConfig:
 
     @classmethod
     def read(cls, folder: Path, target: ModelConfig) -> MtpConfig:
-        """Read the config.json of a head, or of a target with MTP layers.
-
-        Raises:
-            CheckpointError: it is absent, or a value is wrong.
-            UnknownArchitectureError: it has several layers, sliding windows, or a key that is not understood.
-            PairingError: it is for another target.
+        """Read the config.json of a head, or of a target with MTP layers; UnknownArchitectureError: it has several
+        layers, sliding windows, or a key that is not understood.
         """
         fields = read_config(folder)
         layouts: tuple[MtpLayout, ...] = (MIMO, NEXTN)
@@ -151,7 +147,6 @@ class MtpConfig:
 
     @property
     def prefix(self) -> str:
-        """Prefix of its tensors in the file."""
         return self.layout.prefix.format(n=self.layer.num_layers)
 
     def tensors(self) -> dict[str, TensorSpec]:
@@ -164,17 +159,11 @@ class MtpConfig:
         }
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor by its name without the prefix."""
         return {name: spec.shape for name, spec in self.tensors().items()}
 
 
 def load(folder: Path, target: ModelConfig, dtype: torch.dtype) -> tuple[MtpConfig, dict[str, Tensor]]:
-    """Read a layer: its configuration, and its tensors by the names of `MtpConfig.tensors`, as they are computed with.
-
-    Raises:
-        CheckpointError: the folder cannot be used.
-        PairingError: it is for another target.
-    """
+    """Read a layer: its configuration, and its tensors by the names of `MtpConfig.tensors`, ready for use."""
     config = MtpConfig.read(folder, target)
     specs, prefix = config.tensors(), config.prefix
     if config.layout is not SPECULATORS:
@@ -186,9 +175,7 @@ def load(folder: Path, target: ModelConfig, dtype: torch.dtype) -> tuple[MtpConf
 
 
 def draft_shape(target: ModelConfig, wanted: Wanted, folder: Path, *, draft_tree: str = "chain") -> DraftShape:
-    """Check the config.json and the tree; return the shape of the layer's drafts. Errors as in `MtpConfig.read` and
-    `parse_draft_tree`.
-    """
+    """Check the config.json and the tree; return the shape of the layer's drafts."""
     MtpConfig.read(folder, target)
     return parse_draft_tree(draft_tree, k=wanted.k)
 
@@ -285,6 +272,5 @@ class MtpDrafter(HeadDrafter):
         return cls(MtpHead(config, weights, shared=target.body.shared, kernels=kernels, options=options), target, shape)
 
     def cache_key(self) -> dict[str, object]:
-        """Facts on which the drafter's graphs depend."""
         config, options = self.head.config, self.head.options
         return {"mtp": config.layout.name, "layer": config.layer.to_dict(), "dtype": str(options.dtype)}

@@ -23,11 +23,7 @@ class NgramText:
 
 
 class NgramDrafter(TextDrafter[NgramText]):
-    """Drafts chains of ``k`` tokens after n-grams of ``prompt_lookup_min`` to ``prompt_lookup_max`` tokens.
-
-    Raises:
-        ConfigurationError: a number is out of range, or ``prefer`` is unknown.
-    """
+    """Drafts chains of ``k`` tokens after n-grams of ``prompt_lookup_min`` to ``prompt_lookup_max`` tokens."""
 
     def __init__(
         self,
@@ -67,7 +63,6 @@ class NgramDrafter(TextDrafter[NgramText]):
             known.append(token)
 
     def propose_text(self, text: NgramText, limit: int) -> list[int]:
-        """Up to ``limit`` tokens that followed the longest match."""
         known = text.tokens
         for size in reversed(self._sizes):
             start = text.continuation.get(tuple(known[-size:])) if size <= len(known) else None

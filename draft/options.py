@@ -33,11 +33,7 @@ class ModelOptions(LoadOptions):
 
 
 def parse_draft_tree(draft_tree: object, *, k: int, drawn: bool = False) -> DraftShape:
-    """Parse a draft tree: "chain", of ``k`` tokens, or "tree:PARENTS", with the parent of each node.
-
-    Raises:
-        ConfigurationError: it is neither, or ``drawn`` is set for a tree.
-    """
+    """Parse a draft tree: "chain", of ``k`` tokens, or "tree:PARENTS", with the parent of each node."""
     kind, _, parents = (draft_tree if isinstance(draft_tree, str) else "").partition(":")
     if kind == "chain" and not parents:
         return DraftShape.chain(k)
@@ -60,12 +56,8 @@ def parse_draft_tree(draft_tree: object, *, k: int, drawn: bool = False) -> Draf
 def layerskip_shape(
     target: ModelConfig, wanted: Wanted, *, layers: int | None = None, draft_tree: str = "chain"
 ) -> DraftShape:
-    """Check the options of LayerSkip; return the shape of its drafts. Errors also as in `parse_draft_tree`.
-
-    layers  how many of the target's layers draft, from the first on; None: a quarter of them
-
-    Raises:
-        ConfigurationError: there are not that many layers.
+    """Check the options of LayerSkip; return the shape of its drafts. ``layers``: how many of the target's layers
+    draft, from the first on; None: a quarter of them.
     """
     asked = first_layers(target) if layers is None else layers
     if not 1 <= asked < target.num_layers:
@@ -77,18 +69,12 @@ def layerskip_shape(
 
 
 def first_layers(target: ModelConfig) -> int:
-    """Return how many layers draft if nothing else is asked for."""
     return max(1, target.num_layers // 4)
 
 
 @dataclass(frozen=True, slots=True)
 class PardOptions:
-    """The decoder to train.
-
-    start       folder of a decoder with the target's vocabulary; None = layers of the target
-    num_layers  number of layers of the target to begin with, from its first on; the last of them is the target's last
-    mask_token  id that stands for tokens not yet known; None = the rarest of the data
-    """
+    """The decoder to train. The last of its ``num_layers`` is the target's last."""
 
     start: Path | None = field(
         default=None,

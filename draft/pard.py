@@ -22,12 +22,7 @@ from paceline.draft.vocab_map import VocabMap
 
 
 def mask_token(config: Fields) -> int:
-    """Return the id of the mask token of a config.json.
-
-    Raises:
-        CheckpointError: it is missing, or not an id of the vocabulary.
-        UnknownArchitectureError: the file asks for more than PARD.
-    """
+    """Return the id of the mask token of a config.json; UnknownArchitectureError: the file asks for more than PARD."""
     kind = config.values.get("spd_type")
     if kind not in (None, "pard") or any(key.startswith("pard2") for key in config.values):
         raise UnknownArchitectureError(
@@ -52,9 +47,6 @@ class PardDrafter(ModelDrafter):
 
     ``mask``: id of its mask token; the rest as for a model. Under a grammar's mask it drafts chains token by token, as
     any model.
-
-    Raises:
-        ConfigurationError: a number is out of range, or the decoder is for fewer tokens.
     """
 
     def __init__(
@@ -97,7 +89,7 @@ class PardStep(nn.Module):
     def forward(
         self, tokens: Tensor, count: Tensor, first_row: Tensor, params: Tensor, seeds: Tensor
     ) -> tuple[Tensor, ...]:
-        """The fields of a Commit [B, W], params [B, 4], seeds [B, 4] -> outputs of `DraftedTokens`."""
+        """The inputs of a `ChainStep` -> outputs of `DraftedTokens`."""
         head, k, sampling = self.head, self._k, SamplingTensors(params, seeds, self._kind)
         rows = torch.arange(tokens.shape[1] + k - 1, dtype=torch.int32, device=tokens.device)
         known = nn.functional.pad(head.vocabulary.known(tokens), (0, k - 1))

@@ -1,8 +1,7 @@
 """Training of PARD decoders (An et al., arXiv 2504.18583): a decoder learns to draft a block from mask tokens.
 
 It begins as a decoder with the target's vocabulary, or as some of the target's own layers. A text is read once; the
-mask tokens of blocks at random anchors follow it, at the positions after their anchors. The loss and the loop are those
-of all block drafters (`paceline.heads.blocks`).
+mask tokens of blocks at random anchors follow it, at the positions after their anchors (`paceline.heads.blocks`).
 """
 
 from __future__ import annotations

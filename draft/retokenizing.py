@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -65,9 +66,8 @@ class TargetText:
         """Return ids that continue the committed ones and decode to ``text``, which follows the settled text; None if
         none do.
 
-        A proposal has to begin where the committed ids end. So the new text is encoded together with some of the old,
-        and the ids must begin with the committed ones; this is tried with less and less of the old text, since a model
-        may split a word as its tokenizer never does.
+        The new text is encoded together with some of the old, and the ids must begin with the committed ones; this is
+        tried with less and less of the old text, since a model may split a word as its tokenizer never does.
         """
         pieces = list(self._pieces)
         for first in range(len(pieces) + 1):
@@ -99,7 +99,6 @@ class DraftText:
         self._settled_size = 0  # characters of the settled ids
 
     def ids(self, text: str) -> list[int]:
-        """The ids of the whole text, which begins with the one before."""
         tail = text[self._settled_size :]
         tail_ids = self._tokenizer.encode(tail, add_special_tokens=False)
         ids = [*self._settled, *tail_ids]
@@ -128,7 +127,7 @@ class DraftText:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerPair:
-    """The tokenizers of both sides, with Hugging Face's ``encode`` and ``decode``."""
+    """The tokenizers of both sides."""
 
     target: Tokenizer
     draft: Tokenizer
@@ -143,7 +142,6 @@ class RetokenizedText:
     cached: list[int] = field(default_factory=list)
 
     def draft_ids(self) -> list[int]:
-        """The whole text in the draft's ids."""
         return self.draft.ids(self.target.text)
 
 
@@ -173,7 +171,7 @@ class RetokenizingDrafter(BatchTextDrafter[RetokenizedText]):
         self._decoder, self._tokenizers, self._eos = decoder, tokenizers, eos
         self._width = k + 1  # of the commits that the draft reads
 
-    def shortened(self, length: int) -> RetokenizingDrafter:
+    def shortened(self, length: int) -> Self:
         shorter = super().shortened(length)
         shorter._model = self._model.shortened(length)
         return shorter
@@ -182,14 +180,12 @@ class RetokenizingDrafter(BatchTextDrafter[RetokenizedText]):
         return RetokenizedText(TargetText(self._tokenizers.target, prompt), DraftText(self._tokenizers.draft))
 
     def add_request(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
-        """Prefill a prompt, in the draft's ids."""
         super().add_request(slot, prompt)
         ids = self._texts[slot].draft_ids()
         if self._fits(ids):
             self._read(slot, ids)
 
     def extend(self, text: RetokenizedText, tokens: Sequence[int]) -> None:
-        """Extend the text; the draft model reads the new part when it has to propose."""
         text.target.extend(tokens)
 
     def chains(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> list[list[int]]:
@@ -249,7 +245,6 @@ class RetokenizingDrafter(BatchTextDrafter[RetokenizedText]):
         return begin
 
     def _target_ids(self, slot: int, ids: list[int], drafts: list[int]) -> list[int]:
-        """The target's ids for the draft's."""
         text, ends = self._texts[slot], self._decoder.config.eos_token_ids
         length = next((i for i, token in enumerate(drafts) if token in ends), len(drafts))
         continuation = text.target.continuation(text.draft.decode_drafts(ids, drafts[:length]))

@@ -1,9 +1,8 @@
 """Drafting for rows with a prediction, or with a grammar that limits which tokens may follow.
 
 A prediction is drafted first. A draft is cut at the first token that a grammar forbids, and continues with the tokens
-that the grammar forces; a draft model chooses under the grammar's mask. So acceptance stays high where the grammar
-forces tokens that no drafter expects. The proposal changes no output token. Drafts sampled from probabilities are not
-cut: that would make the output's distribution wrong.
+that the grammar forces; a draft model chooses under the grammar's mask. Drafts sampled from probabilities are not cut:
+that would make the output's distribution wrong.
 """
 
 from __future__ import annotations
@@ -43,7 +42,6 @@ class _PredictedText:
         self._state = self._length = 0
 
     def follow(self) -> None:
-        """Update with the tokens added to the output."""
         tokens, self._seen = self.text[self._seen :], len(self.text)
         self._copies.follow(tokens)
         for token in tokens:
@@ -126,7 +124,6 @@ class RowDrafter(Drafter):
         most: list[int],
         predictions: dict[int, list[int]],
     ) -> Proposal:
-        """Return the other drafter's proposal in this drafter's shape."""
         max_accept = [0 if slot in predictions else limit for slot, limit in enumerate(most)]
         nodes = self.draft_shape.num_draft_tokens
         nothing = torch.full((len(most), nodes), PAD, dtype=torch.int32)

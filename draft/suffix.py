@@ -36,9 +36,7 @@ class CopyTracker:
         self._unconfirmed: tuple[int, int] | None = None  # a change that no repeated token has followed yet
 
     def begin(self, source: Sequence[int], start: int, run: int) -> None:
-        """Start of a repetition: the last ``run`` tokens of the sequence occur in a source, and continue at
-        ``start``.
-        """
+        """Start of a repetition: the last ``run`` tokens of it occur in a source and continue at ``start``."""
         self._source, self._next, self.run, self._unconfirmed = source, start, run, None
 
     def follow(self, tokens: Sequence[int]) -> None:
@@ -199,14 +197,9 @@ class SuffixDrafter(TextDrafter[SuffixText]):
                        of this drafter, which all its requests share. The sequence wins unless the corpus has a longer
                        repetition
     corpus             a file of token ids (`paceline.decoder.token_files`), best of outputs of the target: repetitions
-                       in it are also used. It is read when the drafter is made, and takes about 600 bytes of memory per
-                       token
+                       in it are also used. It takes about 600 bytes of memory per token. Without ``max_cached_tokens``
 
     A token that differs does not end a repetition, and is replaced again where it occurs again (`CopyTracker`).
-
-    Raises:
-        ConfigurationError: a number is out of range, the file cannot be used, or ``corpus`` and ``max_cached_tokens``
-            are both given.
     """
 
     def __init__(
@@ -273,7 +266,6 @@ class SuffixDrafter(TextDrafter[SuffixText]):
         return tokens[: tokens.index(_BORDER)] if _BORDER in tokens else tokens
 
     def _follow_corpus(self, text: SuffixText, tokens: Sequence[int]) -> None:
-        """Keep the longest end of the text that the corpus contains."""
         if self._corpus is None:
             return
         if text.generation != self._corpus.generation:

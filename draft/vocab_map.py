@@ -42,7 +42,6 @@ class VocabMap(nn.Module):
         return logits[..., : self._both]
 
     def ids(self, tokens: Sequence[int]) -> list[int]:
-        """Map ids on the host like `known`."""
         if max(tokens, default=0) <= self._last:  # as a rule, and cheaper than a look at each
             return list(tokens)
         return [min(token, self._last) for token in tokens]

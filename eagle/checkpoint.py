@@ -1,8 +1,5 @@
-"""Folders of EAGLE heads: read in any known layout, written in any of them, checked tensor by tensor.
-
-Missing and surplus tensors, wrong shapes, NaN and vocabulary maps that contradict each other are rejected with an error
-that names the tensor. Pickles are read by torch's restricted unpickler. Names of the layouts are in
-`paceline.eagle.formats`.
+"""Folders of EAGLE heads: read in any known layout, written in any of them, checked tensor by tensor. Names of the
+layouts are in `paceline.eagle.formats`.
 """
 
 from __future__ import annotations
@@ -25,14 +22,12 @@ from paceline.heads.layouts import read_config
 
 
 def _check_export(config: EagleConfig, layout: str, *, num_layers: int | None = None) -> None:
-    """Raise unless the readers of a layout can run this head. ``num_layers``: of the target, required for "nxd".
+    """Raise ConfigurationError unless the readers of a layout can run this head. ``num_layers``: of the target, for
+    "nxd".
 
     Sources, the readers' code: EAGLE cb7e084 (eagle/model/cnets.py and cnets1.py), SGLang and vLLM
     (models/llama_eagle3.py), NxD Inference 4bcdc54 (models/model_base.py, models/llama/modeling_llama.py) and
     speculators c05b95b.
-
-    Raises:
-        ConfigurationError: they cannot, with the reason; or the target is not given.
     """
     if layout == "paceline":
         return
@@ -141,11 +136,8 @@ def load(
 
 @dataclass(frozen=True, slots=True)
 class TargetTensors:
-    """Target tensors and facts that the layout "nxd" adds to a head.
-
-    embedding   [V, H]
-    head        [V, H], the output layer
-    num_layers  number of layers
+    """What the layout "nxd" adds to a head: ``embedding`` and ``head`` (output layer) [V, H] of the target, its number
+    of layers.
     """
 
     embedding: Tensor
@@ -161,13 +153,11 @@ def save(
     target: TargetTensors | None = None,
     base: str = "",
 ) -> Path:
-    """Write a head, with its config.json; return the file of weights.
+    """Write a head, with its config.json; return the file of weights. ConfigurationError: the layout is unknown, or its
+    readers cannot run this head.
 
-    ``target`` is needed for layout "nxd", which holds copies of its embedding and, in version 1, of its output layer.
-    ``base``: name or path of the target, stored by layout "speculators".
-
-    Raises:
-        ConfigurationError: the layout is unknown, or its readers cannot run this head (`_check_export`).
+    target  for layout "nxd", which holds copies of its embedding and, in version 1, of its output layer
+    base    name or path of the target, stored by layout "speculators"
     """
     config, version = checkpoint.config, checkpoint.config.version
     facts = formats.written(config, layout, base=base)
@@ -200,7 +190,6 @@ def save(
 def convert(
     source: Path, out: Path, target: ModelConfig, *, layout: str, tensors: TargetTensors | None = None, base: str = ""
 ) -> Head:
-    """Read a head in any layout and write it in another; see `load` and `save`."""
     checkpoint = load(source, target, head=None if tensors is None else tensors.head)
     save(out, checkpoint, layout=layout, target=tensors, base=base)
     return checkpoint

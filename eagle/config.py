@@ -13,10 +13,11 @@ Formats of other projects are in `paceline.eagle.formats`.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,8 @@ _STREAMS = frozenset({"gpt_oss"})
 
 
 def default_layers(count: int) -> tuple[int, int, int]:
-    """Return the streams before layers 2, L/2 and L - 3 of a target with ``count`` layers, as in EAGLE's own code.
-
-    Raises:
-        ConfigurationError: with fewer than 7 layers these are not three different streams in ascending order.
+    """Return the streams before layers 2, L/2 and L - 3 of a target with ``count`` layers, as in EAGLE's own code;
+    ConfigurationError: with fewer than 7 layers these are not three different ones in ascending order.
     """
     layers = (2, count // 2, count - 3)
     if not layers[0] < layers[1] < layers[2]:
@@ -50,11 +49,7 @@ def default_layers(count: int) -> tuple[int, int, int]:
 
 
 def parse_layers(value: object) -> tuple[int, ...] | None:
-    """Parse the option ``aux_layers``: None, a stream, a list of streams, or text such as ``2,16,29``.
-
-    Raises:
-        ConfigurationError: it is something else.
-    """
+    """Parse the option ``aux_layers``: None, a stream, a list of streams, or text such as ``2,16,29``."""
     if value is None:
         return None
     parts = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
@@ -68,13 +63,8 @@ def parse_layers(value: object) -> tuple[int, ...] | None:
 
 
 def layers_of(config: Fields, target: ModelConfig, override: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Return the streams that another project's checkpoint reads of this target; log them with the reason.
-
-    override  streams to use in place of the checkpoint's
-
-    Raises:
-        CheckpointError: the ids are not a list of layer numbers, or occur twice and differ.
-        ConfigurationError: the checkpoint names none, and the target is too small for the default.
+    """Return the streams that another project's checkpoint reads of this target, or ``override``; log them with the
+    reason. CheckpointError: the ids are no list of layer numbers, or occur twice and differ.
     """
     ids, where = _written_ids(config), config.where
     if override is not None:
@@ -100,7 +90,7 @@ def layers_of(config: Fields, target: ModelConfig, override: Sequence[int] | Non
 
 
 def overridden(where: str, before: Sequence[int], layers: Sequence[int]) -> tuple[int, ...]:
-    """Return the streams that the user requests, and log them with the checkpoint's (``before``)."""
+    """Return the streams that the user requests; log them with the checkpoint's (``before``)."""
     log.info(
         "%s: the head reads residual streams %s of the target, as set by aux_layers; the file has %s",
         where, list(layers), list(before) or "nothing",
@@ -109,11 +99,7 @@ def overridden(where: str, before: Sequence[int], layers: Sequence[int]) -> tupl
 
 
 def _written_ids(config: Fields) -> tuple[int, ...] | None:
-    """Return ``eagle_aux_hidden_state_layer_ids`` from the top level or ``eagle_config``; None if absent from both.
-
-    Raises:
-        CheckpointError: they are not a list of layer numbers, or the two differ.
-    """
+    """Return ``eagle_aux_hidden_state_layer_ids`` from the top level or ``eagle_config``; None if absent from both."""
     nested = config.child("eagle_config")
     top, inner = (() if one is None else layer_ids(one, _LAYERS_KEY) for one in (config, nested))
     if top and inner and top != inner:
@@ -222,16 +208,13 @@ class EagleConfig(LayerSizes):
             )
 
     def of_version_3(self) -> list[str]:
-        """Return the names of settings that EAGLE-3.1, P-EAGLE and later heads of version 3 have, and plain ones do
-        not.
-        """
+        """Return the settings that later heads of version 3 have (EAGLE-3.1, P-EAGLE) and plain ones do not."""
         names = [name for name in LATER if getattr(self, name)]
         names += ["num_layers"] if self.num_layers != 1 else []
         return names + (["mask_token"] if self.mask_token is not None else [])
 
     @property
     def owns_output(self) -> bool:
-        """Whether the output layer is the head's own, and not the target's."""
         return self.version == 3 and not self.shares_output
 
     @property
@@ -266,49 +249,56 @@ class EagleConfig(LayerSizes):
         return shapes
 
     def check_target(self, target: ModelConfig) -> None:
-        """Raise PairingError unless the head fits this target."""
         sizes = {"vocab_size": self.vocab_size, "hidden_size": self.target_hidden_size}
         check_target("EAGLE head", target, layers=self.layers, **sizes)
 
 
 def check_own(folder: Path, target: ModelConfig) -> None:
-    """Raise PairingError if a folder in our own layout holds a head for another target. Other layouts are identified by
-    their tensors.
-    """
+    """Raise PairingError if a folder in our own layout holds a head for another target; tensors tell of others."""
     fields = read_config(folder)
     if "paceline_eagle" in fields.values:
         parse_own(fields).check_target(target)
 
 
 def check_version(version: int) -> None:
-    """Raise CheckpointError unless the version exists."""
     if version not in (1, 3):
         raise CheckpointError(f"version: expected 1 (also for EAGLE-2) or 3, got {version}; correct it")
 
 
 def parse_own(fields: Fields) -> EagleConfig:
-    """Parse the configuration of a folder in our own layout.
-
-    Raises:
-        CheckpointError: a key is missing, unknown or of the wrong kind.
+    """Parse the configuration of a folder in our own layout; CheckpointError: a key is missing, unknown or of the wrong
+    kind.
     """
     names = EagleConfig.__dataclass_fields__
     unknown = sorted(set(fields.values) - set(names) - {"paceline_eagle"})
     if unknown:
         raise CheckpointError(f"{fields.where}: {unknown[0]!r} is not a setting of an EAGLE head; remove it")
-    numbers = ("version", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
-    sizes = ("max_position_embeddings", "vocab_size", "draft_vocab_size", "target_hidden_size")
-    flags = ("attention_bias", "mlp_bias", "fc_bias", "input_norm", "norm_before_residual", *LATER)
-    plain: dict[str, Any] = {name: fields.integer(name) for name in (*numbers, *sizes)}
-    plain |= {name: fields.flag(name, False) for name in flags}
-    return EagleConfig(
-        **plain,
-        rms_norm_eps=fields.number("rms_norm_eps"),
-        rope=_rope(fields),
-        layers=layer_ids(fields, "layers"),
-        num_layers=fields.integer("num_layers", 1),
-        mask_token=None if fields.values.get("mask_token") is None else fields.integer("mask_token", minimum=0),
-    )
+    return EagleConfig(**_filled(EagleConfig, fields))
+
+
+def _filled(kind: type[EagleConfig | RopeConfig], fields: Fields) -> dict[str, Any]:
+    """Return the values of a dataclass, each read by its annotation."""
+
+    def numbers(name: str, _: object) -> tuple[float, ...]:
+        value = fields.values.get(name)
+        return fields.numbers(name, length=len(value) if isinstance(value, list) else 0)
+
+    def optional_id(name: str, _: object) -> int | None:
+        return None if fields.values.get(name) is None else fields.integer(name, minimum=0)
+
+    read: dict[str, Callable[[str, Any], object]] = {
+        "int": fields.integer,
+        "float": fields.number,
+        "bool": fields.flag,
+        "str": fields.text,
+        "int | None": optional_id,
+        "float | None": lambda name, _: fields.optional_number(name),
+        "tuple[int, ...]": lambda name, _: layer_ids(fields, name),
+        "tuple[float, ...]": numbers,
+        "RopeConfig": lambda *_: _rope(fields),
+    }
+    asked = dataclasses.fields(kind)
+    return {one.name: read[str(one.type)](one.name, None if one.default is MISSING else one.default) for one in asked}
 
 
 def _rope(fields: Fields) -> RopeConfig:
@@ -319,38 +309,13 @@ def _rope(fields: Fields) -> RopeConfig:
             f"{fields.where}: rope: expected an object with the keys {', '.join(names)}, got "
             f"{fields.values.get('rope')!r}; correct the file"
         )
-    plain: dict[str, object] = {
-        "type": rope.text("type"),
-        "truncate": rope.flag("truncate", True),
-        "share": rope.number("share", 1.0),
-        **{name: rope.integer(name) for name in ("max_position_embeddings", "original_max_position_embeddings")},
-        **{
-            name: rope.number(name)
-            for name in ("theta", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
-        },
-        **{name: rope.optional_number(name) for name in ("factor", "attention_factor", "mscale", "mscale_all_dim")},
-    }
-    for name in ("short_factor", "long_factor"):
-        value = rope.values[name]
-        plain[name] = rope.numbers(name, length=len(value) if isinstance(value, list) else 0)
-    return RopeConfig(**plain)  # type: ignore[arg-type]  # every field by its name and of its kind
+    return RopeConfig(**_filled(RopeConfig, rope))
 
 
 @dataclass(frozen=True, slots=True)
 class EagleHeadOptions:
-    """The head to train.
-
-    version           1 (also for EAGLE-2) or 3
-    layers            version 3: the target's residual streams it reads; empty = those before layers 2, L/2 and L - 3,
-                      as in EAGLE's own code. For version 1 they only select the stored streams, so that a head of
-                      version 3 may use them too
-    draft_vocab_size  version 3: number of ids, the most frequent of the data; None = all
-    num_layers        version 3: decoder layers
-    qk_norm, fc_norm, norm_output   version 3: as in `EagleConfig`
-    peagle            version 3: all drafts in one pass
-    mask_token        P-EAGLE: id that stands for tokens not yet known; None = the rarest of the data
-    depth             length of the chains whose acceptance is measured
-    start             folder of a head whose training continues; its version, layers and drafted ids are kept
+    """The head to train. For version 1, ``layers`` only select the stored streams, so that a head of version 3 may use
+    them too. Of ``start``, version, layers and drafted ids are kept.
     """
 
     version: int = field(
@@ -402,14 +367,7 @@ class EagleHeadOptions:
 class EagleTraining(DraftTraining):
     """Options for training an EAGLE head, in addition to those of every drafter.
 
-    ttt_steps       passes of the training-time test; 1 = only on the target's own features; None = 7, version 1: 1
-    ttt_decay       weight of a pass relative to the previous one
-    feature_weight  weight of the feature loss (version 1 only)
-    ce_weight       weight of the loss on the distribution (version 1 only)
-    replay          weight of the loss on the head's own drafts where it was wrong (Draft-OPD, arXiv 2605.29343)
-
-    Raises:
-        ConfigurationError: a number is out of range.
+    replay  weight of the loss on the head's own drafts where it was wrong (Draft-OPD, arXiv 2605.29343)
     """
 
     ttt_steps: int | None = field(
@@ -443,7 +401,6 @@ class EagleTraining(DraftTraining):
         return None if self.dpace else self.ttt_decay
 
     def passes(self, version: int) -> int:
-        """Return the passes of the training-time test for a head of this version."""
         if self.ttt_steps is None:
             return 7 if version == 3 else 1
         return self.ttt_steps

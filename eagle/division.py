@@ -18,6 +18,7 @@ from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.parallel import sharding
 from paceline.decoder.parallel.sharding import Shard, Split, TensorSpec
 from paceline.eagle.config import EagleConfig
+from paceline.heads.layouts import SHARED
 
 WORTH_DIVIDING = 16 * 2**20
 """Least number of bytes per drafted token that sharding must save each core. By the figures of a NeuronCore-v2
@@ -46,7 +47,6 @@ _LAYER = re.compile(r"^layers\.\d+\.")  # a further layer is sharded as the firs
 
 
 def tensors(config: EagleConfig) -> dict[str, TensorSpec]:
-    """Return every tensor of a head except its vocabulary map, by our own names."""
     return {
         name: TensorSpec(shape, _SPLITS.get(_LAYER.sub("layer.", name), Split.WHOLE))
         for name, shape in config.shapes().items()
@@ -60,8 +60,7 @@ def shard_of(config: EagleConfig, degree: int, rank: int = 0) -> Shard:
 
 
 def part_of(weights: Mapping[str, Tensor], config: EagleConfig, shard: Shard) -> dict[str, Tensor]:
-    """Return a rank's shard of the weights of a checkpoint (`paceline.eagle.checkpoint.Checkpoint`), and their
-    ``part_ids``.
+    """Return a rank's shard of the weights of a checkpoint, and their ``part_ids``.
 
     part_ids  of a head with its own output layer: [n] int64, the target's ids of this rank's rows of it; ids outside
               the target's vocabulary are padding of the last ranks' parts
@@ -76,20 +75,14 @@ def part_of(weights: Mapping[str, Tensor], config: EagleConfig, shard: Shard) ->
 
 
 def embedding_part(embedding: Tensor, degree: int, rank: int) -> Tensor:
-    """Return a rank's rows of a head's own embedding [V, H], for the same ids as in the target's embedding. -> [n,
-    H]
-    """
+    """Return a rank's rows [n, H] of a head's own embedding [V, H], for the same ids as in the target's embedding."""
     rows = -(-embedding.shape[0] // degree)
     own = embedding[rank * rows : (rank + 1) * rows]
     return torch.cat([own, own.new_zeros(rows - len(own), own.shape[1])]).contiguous()
 
 
 def is_divided(config: EagleConfig, degree: int, divided: object = None) -> bool:
-    """Return whether a head is sharded over a target's ranks: ``divided``, or, for None, whether it pays.
-
-    Raises:
-        ConfigurationError: ``divided`` is True for a target that is not sharded, or is not a truth value or None.
-    """
+    """Return whether a head is sharded over a target's ranks: ``divided``, or, for None, whether it pays."""
     if divided is None:
         if degree == 1:
             return False
@@ -110,7 +103,7 @@ def is_divided(config: EagleConfig, degree: int, divided: object = None) -> bool
 
 def _read_for_a_token(config: EagleConfig, shard: Shard) -> int:
     """Return the bytes of 16-bit matrices read per drafted token. ``fc`` of version 3 reads only a round's real
-    features, and does not count.
+    features.
     """
     matrices = {name: spec for name, spec in tensors(config).items() if len(spec.shape) == 2}
     if config.version == 3:
@@ -131,24 +124,13 @@ def _cut(x: Tensor, spec: TensorSpec, shard: Shard) -> Tensor:
 
 
 def _as_model(config: EagleConfig) -> ModelConfig:
-    """Return a model configuration of one layer with the sizes of a head; its vocabulary is the ids that can be
-    drafted.
-    """
+    """Return a model of one layer with the sizes of a head; its vocabulary is the ids that can be drafted."""
+    sizes = {name: getattr(config, name) for name in SHARED} | {"vocab_size": config.draft_vocab_size}
     return ModelConfig(
+        **sizes,
         model_type="llama",
-        vocab_size=config.draft_vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
         num_layers=1,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        rms_norm_eps=config.rms_norm_eps,
-        max_position_embeddings=config.max_position_embeddings,
-        rope=config.rope,
         tie_word_embeddings=False,
-        attention_bias=config.attention_bias,
-        mlp_bias=config.mlp_bias,
         hidden_act="silu",
         eos_token_ids=(),
         pad_token_id=None,

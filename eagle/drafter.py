@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -139,9 +140,7 @@ class EagleDrafter(HeadDrafter):
 
     def adopt(self, path: str | os.PathLike[str]) -> None:
         """Replace the head's weights by those of a later training of it, between two rounds. Its cache stays.
-
-        Raises:
-            CheckpointError: the folder cannot be used, or holds another kind of head.
+        CheckpointError: the folder cannot be used, or holds another kind of head.
         """
         target, folder = self.decoder, checkpoint_path(path)
         loaded = checkpoint.load(folder, target.config)
@@ -165,22 +164,15 @@ class EagleDrafter(HeadDrafter):
                 mine.data.copy_(others[name])
         target.forget(self.state)
 
-    def shortened(self, length: int) -> EagleDrafter:
-        """Return a drafter of shorter chains.
-
-        Raises:
-            ConfigurationError: this head's drafts grow as trees.
-        """
+    def shortened(self, length: int) -> Self:
         shorter = super().shortened(length)
         shorter.draft_tree = Chain(length, drawn=isinstance(self.draft_tree, Chain) and self.draft_tree.drawn)
         return shorter
 
     def step(self, bucket: int, kind: SamplingKind) -> nn.Module:
-        """Return the step that reads a commit and drafts."""
         return self.draft_tree.step(self.head, bucket, kind)
 
     def step_key(self, bucket: int) -> DraftKey:
-        """Return the part of the graph key that identifies the step."""
         config = self.head.config
         kind = f"eagle{config.version}" if config.mask_token is None else "peagle"
         return DraftKey(kind, self.draft_shape, bucket, variant=self.draft_tree.name)
@@ -196,9 +188,7 @@ class EagleDrafter(HeadDrafter):
 
 
 def _weights(loaded: checkpoint.Head, dtype: torch.dtype, folder: Path) -> tuple[dict[str, Tensor], Tensor | None]:
-    """Return a head's weights and its embedding in the target's number format, as `EagleHead` takes them; errors as in
-    `as_dtype`.
-    """
+    """Return a head's weights and its embedding in the target's number format, as `EagleHead` takes them."""
     weights, embedding = as_dtype(folder, loaded.weights, dtype), loaded.embedding
     if loaded.config.mask_token is not None:
         weights["masked"] = masked_state(loaded.config, weights)

@@ -2,10 +2,7 @@
 
 Known: our own (``paceline``), the EAGLE repository's (``eagle``, also SpecForge's), NxD Inference's (``nxd``: EAGLE's
 with copies of the target's embedding and output layer, and a layer called layers.0 in version 3 too) and
-vllm-project/speculators' (``speculators``). This module only renames; `checkpoint.py` handles files and the limits of
-readers.
-
-Every key of config.json is in a table here (`paceline.heads.layouts`). Our own files have only our keys.
+vllm-project/speculators' (``speculators``). Files and the limits of readers are in `checkpoint.py`.
 """
 
 from __future__ import annotations
@@ -90,12 +87,7 @@ _OTHER_KINDS = {"dflash": "DFlash", "dspark": "DSpark", "medusa": "Medusa"}
 
 
 def _check_keys(config: Fields) -> None:
-    """Raise unless every key is understood: the head's, and those in ``eagle_config`` and ``transformer_layer_config``.
-
-    Raises:
-        UnknownArchitectureError: a key is unknown, or asks for a head that is not supported.
-        CheckpointError: a required key is missing, or two contradict each other.
-    """
+    """Raise unless all keys are understood, also those in ``eagle_config`` and ``transformer_layer_config``."""
     _check_kind(config)
     nested, layer = config.child("eagle_config"), config.child("transformer_layer_config")
     head_keys = _HEAD_KEYS | ({"model_type"} if layer is not None else _LAYER_KEYS)
@@ -168,12 +160,8 @@ def draft_shape(
     divided: object = None,
     quantization: object = None,
 ) -> DraftShape:
-    """Check the options of a draft (those of `EagleDrafter.from_pretrained`), and the config.json of
-    Paceline's layout: others are identified by their tensors. -> the shape of its drafts
-
-    Raises:
-        PairingError: the head is for another target.
-        ConfigurationError: an option is out of range.
+    """Check the options of a draft (those of `EagleDrafter.from_pretrained`) and the config.json of Paceline's layout:
+    tensors identify others. -> the shape of its drafts
     """
     del divided  # whose errors need the target's ranks
     parse_layers(aux_layers)
@@ -213,11 +201,8 @@ _HARMLESS_TENSORS = ("rotary_emb.inv_freq", "verifier_lm_head.weight", "verifier
 
 
 def layout_of(config: Fields, names: Iterable[str]) -> tuple[str, int]:
-    """Return the layout of a checkpoint, and the version of its head.
-
-    Raises:
-        CheckpointError: these are not tensors of an EAGLE head.
-        UnknownArchitectureError: a key of its config.json is not understood.
+    """Return the layout of a checkpoint, and the version of its head; CheckpointError: these are no tensors of an EAGLE
+    head.
     """
     bare_names = {name.removeprefix(_MODEL) for name in names}
     if "paceline_eagle" in config.values:
@@ -241,11 +226,7 @@ def layout_of(config: Fields, names: Iterable[str]) -> tuple[str, int]:
 
 
 def own_name(name: str, layout: str, version: int) -> str | None:
-    """Return our name of a tensor; None if it has no effect.
-
-    Raises:
-        UnknownArchitectureError: a norm or a layer that heads in Paceline do not have.
-    """
+    """Return our name of a tensor; None if it has no effect."""
     if layout != "paceline":
         name = name.removeprefix(_MODEL)
     if _FURTHER.fullmatch(name):
@@ -264,7 +245,6 @@ def own_name(name: str, layout: str, version: int) -> str | None:
 
 
 def foreign_name(name: str, layout: str, version: int) -> str:
-    """Return the layout's name of one of our tensors."""
     return layouts.foreign_name(name, _PREFIXES[layout, version])
 
 
@@ -277,13 +257,10 @@ def parse(
     names: Iterable[str],
     override: Sequence[int] | None = None,
 ) -> EagleConfig:
-    """Parse the configuration of a head in any layout. ``names`` are its tensors by our names.
+    """Parse the configuration of a head in any layout.
 
-    ``override``: the residual streams that a head of version 3 reads, overriding the file.
-
-    Raises:
-        CheckpointError: a key is missing or has a wrong value.
-        ConfigurationError: ``override`` is for a head of version 1, or the head names no layers of a small target.
+    names     its tensors, by our names
+    override  the residual streams that a head of version 3 reads, in place of the file's
     """
     if override is not None and version == 1:
         raise ConfigurationError(
@@ -327,11 +304,7 @@ def parse(
 
 
 def _sizes_of(nested: Fields) -> tuple[ModelConfig, bool]:
-    """Return the sizes of a head's layers, and whether the config says that queries and keys are normalised.
-
-    Raises:
-        UnknownArchitectureError: the layers are of another kind.
-    """
+    """Return the sizes of a head's layers, and whether the config says that queries and keys are normalised."""
     # The tensors determine the number of layers: published files have the target's number.
     usual = {"model_type": "llama", "num_hidden_layers": 1}
     layer = Fields({**usual, **nested.values}, nested.where)
@@ -349,11 +322,7 @@ def _sizes_of(nested: Fields) -> tuple[ModelConfig, bool]:
 
 
 def _switch(config: Fields, name: str) -> bool:
-    """Return a key that may stand at the top level or in ``eagle_config``; False if it is absent.
-
-    Raises:
-        CheckpointError: the two differ.
-    """
+    """Return a key that may stand at the top level or in ``eagle_config``; False if it is absent."""
     nested = config.child("eagle_config")
     found = {fields.flag(name, False) for fields in (config, nested) if fields and fields.values.get(name) is not None}
     if len(found) > 1:
@@ -365,11 +334,7 @@ def _switch(config: Fields, name: str) -> bool:
 
 
 def _mask_token(config: Fields, names: Iterable[str]) -> int | None:
-    """Return the id that stands for unknown tokens in a P-EAGLE head; None for another head.
-
-    Raises:
-        CheckpointError: it is absent, or two keys give different ones.
-    """
+    """Return the id that stands for unknown tokens in a P-EAGLE head; None for another head."""
     architectures = config.values.get("architectures")
     said = [config.values.get("speculators_model_type"), *(architectures if isinstance(architectures, list) else [])]
     parallel = config.flag("parallel_drafting", False) or any("peagle" in str(name).lower() for name in said)
@@ -385,7 +350,6 @@ def _mask_token(config: Fields, names: Iterable[str]) -> int | None:
 
 
 def _check_count(config: Fields, layers: Sequence[int]) -> None:
-    """Raise CheckpointError if ``num_aux_hidden_states`` is present and differs from the number of layers."""
     for fields in (config, config.child("eagle_config")):
         count = fields.values.get("num_aux_hidden_states") if fields is not None else None
         if layers and count is not None and count != len(layers):
@@ -396,11 +360,7 @@ def _check_count(config: Fields, layers: Sequence[int]) -> None:
 
 
 def written(config: EagleConfig, layout: str, *, base: str = "") -> dict[str, object]:
-    """Return the config.json of a layout. ``base``: name or path of the target, for speculators.
-
-    Raises:
-        ConfigurationError: the layout does not exist.
-    """
+    """Return the config.json of a layout. ``base``: name or path of the target, for speculators."""
     layouts.check_layout(layout, LAYOUTS)
     if layout == "paceline":
         return {"paceline_eagle": 1, **asdict(config)}

@@ -3,7 +3,6 @@
 Row p of its cache holds the *pair* of position p: the target's feature at p and the token at p + 1 (EAGLE's shift, so a
 pair's row and position are one less than its token's). Rows after the last committed pair hold guesses, made from the
 head's own output, and are overwritten from real features before they count. Stores rows, never a length.
-Formulas are in `paceline.eagle.network`, the selection of a tree's tokens in `paceline.eagle.tree`.
 
 Letters: b batch rows, n pairs of a call, H width of the head, F of a feature, U ids that can be drafted, V vocabulary.
 """
@@ -65,7 +64,6 @@ class _Held(nn.Module):
             self.register_parameter(name, None if weight is None else frozen(weight))
 
     def flat(self, kind: type[EagleWeights] | type[LayerWeights]) -> dict[str, Any]:
-        """Return the weights by name, without groups of others."""
         return {name: getattr(self, name) for name in _FLAT[kind]}
 
 
@@ -147,7 +145,6 @@ class EagleHead(TableHead, AutoregressiveHead):
 
     @property
     def network(self) -> EagleNetwork:
-        """Formulas over this head's weights."""
         layers = tuple(layer.weights(self.config.rms_norm_eps) for layer in self.layers)  # type: ignore[operator]
         flat = self.held.flat(EagleWeights)
         weights = EagleWeights(**flat, fc_norms=tuple(self.fc_norms), layers=layers)
@@ -270,9 +267,6 @@ class EagleHead(TableHead, AutoregressiveHead):
     def rank_tokens(
         self, hidden: Tensor, positions: Tensor, sampling: SamplingTensors, *, count: int
     ) -> tuple[Tensor, Tensor]:
-        """Rank the best ``count`` tokens of a position, as `Kernels.rank_tokens`. hidden [b, n, H] -> [b, n, count]
-        twice
-        """
         part, real = self.part, self.real_rows(sampling, hidden.shape[1])
         if part.gaps and part.divided and not self.kernels.sampling_kinds:
             every = self.scores(hidden, real).contiguous()

@@ -23,6 +23,7 @@ from itertools import count
 from pathlib import Path
 from time import perf_counter
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -33,8 +34,9 @@ from paceline.eagle import checkpoint
 from paceline.eagle.config import EagleTraining
 from paceline.eagle.train import acceptance, continued, objective, write
 from paceline.heads.checkpoint import DraftVocab
+from paceline.heads.features import Conversation, read_conversations
 from paceline.heads.frozen_model import FrozenTarget, Texts, products
-from paceline.heads.trainer import muon
+from paceline.heads.trainer import optimizers
 
 ROWS = 8
 """Texts of a step."""
@@ -56,9 +58,7 @@ _WARM_UP = 10  # steps
 
 @dataclass(frozen=True, slots=True)
 class LearningSettings:
-    """Settings of a process: folders of the target, of the shipped head and for new heads, the depth of the drafts, and
-    the number of threads.
-    """
+    """Folders of the target, of the shipped head and for new heads; depth of the drafts."""
 
     target: str
     head: str
@@ -77,10 +77,11 @@ class FinishedText:
 
 @dataclass(frozen=True, slots=True)
 class LearningProgress:
-    """Counts so far. ``head``: folder of a head to draft with from now on; None: no change.
+    """Counts so far.
 
     acceptance_length  expected tokens of a round at the positions of the last scored texts, of the shipped, live and
                        learning head; {} = none is scored yet
+    head               folder of a head to draft with from now on; None: no change
     """
 
     texts: int
@@ -105,11 +106,7 @@ def fingerprint(head: Path) -> list[list[object]]:
 
 
 class Learning:
-    """A head that learns from finished texts. ``head``: the shipped one.
-
-    Raises:
-        CheckpointError: the target or the head cannot be trained.
-    """
+    """A head that learns from finished texts. ``head``: the shipped one."""
 
     def __init__(self, target: Path, head: Path, folder: Path, *, depth: int) -> None:
         sizes = ModelConfig.from_pretrained(target)
@@ -128,10 +125,7 @@ class Learning:
         self._options = EagleTraining(
             batch_size=ROWS, learning_rate=_RATE, ttt_steps=max(2, depth), tokens=1, precision=precision
         )
-        parameters = dict(self.network.named_parameters())
-        matrices = {name: x for name, x in parameters.items() if x.dim() == 2 and not name.startswith("lm_head")}
-        vectors = [x for name, x in parameters.items() if name not in matrices]
-        self._optimizers = [muon(list(matrices.values()), _RATE), torch.optim.AdamW(vectors, _RATE, betas=(0.9, 0.98))]
+        self._optimizers = optimizers(self.network, _RATE)
         self._new: deque[FinishedText] = deque()
         self._kept: list[FinishedText] = []
         self._rng = random.Random(0)
@@ -153,7 +147,7 @@ class Learning:
         return not self._new and self._repeats <= 0
 
     def step(self) -> Path | None:
-        """Learn from one batch. Returns the folder of the head to draft with from now on, or None: no change."""
+        """Learn from one batch. Returns the folder of the head to draft with from now on; None: no change."""
         fresh = [self._new.popleft() for _ in range(min(ROWS, len(self._new)))]
         shadow = [text for index, text in enumerate(fresh, self._taken) if index % SHADOW == 0]
         self._taken += len(fresh)
@@ -170,20 +164,13 @@ class Learning:
         return self._decide() if shadow else None
 
     def progress(self, head: Path | None = None) -> LearningProgress:
-        """Return the counts so far."""
         lengths = {name: round(value, 3) for name, value in self._lengths.items()}
         return LearningProgress(self.texts, self.tokens, lengths, None if head is None else str(head))
 
     def _read(self, texts: Sequence[FinishedText]) -> Texts:
         """Return texts in rows of one length, with the target's states; their answers are counted."""
-        size = max(len(text.tokens) for text in texts)
-        tokens = torch.zeros(len(texts), size, dtype=torch.int64)
-        counted = torch.zeros(len(texts), size, dtype=torch.bool)
-        for row, text in enumerate(texts):
-            tokens[row, : len(text.tokens)] = torch.tensor(text.tokens)
-            counted[row, max(0, text.prompt - 1) : len(text.tokens) - 1] = True
-        read = self._target.read(tokens)
-        return Texts(read.tokens, read.last, read.streams, counted)
+        rows = [Conversation(np.array(x.tokens), np.arange(len(x.tokens)) >= x.prompt) for x in texts]
+        return read_conversations(self._target, rows, max(len(row.tokens) for row in rows))
 
     def _learn(self, texts: Texts) -> None:
         with products(self._options.precision):
@@ -267,7 +254,6 @@ def _lower_priority() -> None:
 
 
 def main() -> None:
-    """Learn until the parent ends."""
     _lower_priority()
     reports = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a line that a library prints is not a report

@@ -1,8 +1,8 @@
 """Formulas of an EAGLE head, shared by decoding and training, and the module that is trained.
 
-`EagleNetwork` is the mathematics over a set of weights and leaves attention to the caller: a decoder attends to a cache
-(`paceline.eagle.head`), training to whole sequences, with the training-time test of EAGLE-3 (`TrainableHead`). Sources:
-EAGLE (arXiv 2401.15077), EAGLE-3 (arXiv 2503.01840).
+`EagleNetwork` leaves attention to the caller: a decoder attends to a cache (`paceline.eagle.head`), training to whole
+sequences, with the training-time test of EAGLE-3 (`TrainableHead`). Sources: EAGLE (arXiv 2401.15077), EAGLE-3 (arXiv
+2503.01840).
 
 Letters: b sequences or slots, n tokens of a call, S tokens of a sequence, H width of the head, F of a feature, V
 vocabulary, U ids that can be drafted.
@@ -115,11 +115,7 @@ class EagleWeights:
         )
 
     def quantized(self, form: WeightFormat, *, head: bool) -> EagleWeights:
-        """Return the weights with quantised matrices, including the output layer only if ``head`` is set.
-
-        Raises:
-            ConfigurationError: the format has blocks, and a matrix has rows that are not a whole number of them.
-        """
+        """Return the weights with quantised matrices; the output layer only if ``head`` is set."""
 
         def packed(weight: MatrixLike) -> MatrixLike:
             return matrix(quantize(weight, form)) if isinstance(weight, Tensor) else weight
@@ -179,9 +175,7 @@ class EagleNetwork:
         return self._normed(hidden) if self.config.norm_output else hidden
 
     def scores(self, hidden: Tensor, real: Tensor | None = None) -> Tensor:
-        """Compute logits: hidden [b, n, H] -> [b, n, U] of the ids that can be drafted, or of this rank's part of
-        them.
-        """
+        """Compute logits: hidden [b, n, H] -> [b, n, U] of the ids that can be drafted, or this rank's part."""
         hidden = hidden if self.config.norm_output else self._normed(hidden)
         return self.kernels.linear(hidden, self.weights.head, real)
 
@@ -231,7 +225,6 @@ class EagleNetwork:
 
 def masked_state(config: EagleConfig, tensors: Mapping[str, Tensor]) -> Tensor:
     """Return what a P-EAGLE head reads in place of the fused features of a position not yet known, [H] float32.
-
     ``tensors``: of a checkpoint, by our names, whole.
     """
     every = {name: x.float() for name, x in tensors.items() if name.startswith(("fc", "input_norm", "mask_hidden"))}
@@ -266,13 +259,11 @@ class TrainableHead(nn.Module):
 
     @property
     def network(self) -> EagleNetwork:
-        """Formulas over the current parameters."""
         tensors = dict(self.named_parameters())
         head = tensors["lm_head.weight"] if self.config.owns_output else self.get_buffer("borrowed")
         return EagleNetwork(self.config, EagleWeights.joined(self.config, tensors, head), self._kernels, SingleRank())
 
     def fuse(self, features: Tensor) -> Tensor:
-        """Fuse features [b, S, F] to the hidden state [b, S, H] that the first pass reads."""
         return self.network.fuse(features)
 
     def unknown(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -310,9 +301,7 @@ class TrainableHead(nn.Module):
 
 
 def _attend_passes(q: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Attend in a later pass: q [b, H, S, D] (scaled) sees pass 0 up to its position, and only its position of the
-    others.
-    """
+    """Attend in a later pass: q [b, H, S, D] (scaled) sees pass 0 up to its position, and of the others only that."""
     (first, values), later = past[0], past[1:]
     size = q.shape[2]
     causal = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()

@@ -1,14 +1,13 @@
 """Training of EAGLE heads: from a target and a stream of tokens to a folder with a trained and measured head.
 
-Results are kept in ``work``: the target's hidden states up to a limit, and the training's state, so that an interrupted
-run resumes when it is started again. Text files and progress output are elsewhere.
+``work`` keeps the target's hidden states up to a limit, and the training's state, from which it resumes.
 
 EAGLE-1 (arXiv 2401.15077, section 4.2): smooth L1 on the next hidden state, and cross-entropy against the target's
 distribution. EAGLE-3 (arXiv 2503.01840): cross-entropy alone, over several passes in which the head reads its own
 output, each with 0.8 times the weight of the previous one. P-EAGLE (arXiv 2602.01469): the same, but later passes read
 what stands for positions not yet known.
 
-A fresh head starts from the target's last layer, norms and output layer. The papers start with random layers. Tensors
+A fresh head starts from the target's last layer, norms and output layer; the papers start with random layers. Tensors
 that do not fit (another width, other heads) are random.
 """
 
@@ -140,9 +139,6 @@ def acceptance(
     """Return the share of positions from ``skip`` on at which drafts 1, 2, ... are all the target's greedy token.
 
     On sequences that the target wrote greedily this is the acceptance of greedy chains that start at each position.
-
-    Raises:
-        ConfigurationError: no position qualifies.
     """
     parts = [texts.rows(index, 8) for index in range(-(-len(texts.tokens) // 8))]
     agreements = [_agreements(network, part, depth, head=head, vocabulary=vocabulary)[0] for part in parts]
@@ -231,11 +227,7 @@ def fresh(config: EagleConfig, target: FrozenTarget, *, depth: int, vocabulary: 
 
 @torch.no_grad()
 def continued(found: Head, target: FrozenTarget, *, where: Path) -> TrainableHead:
-    """Load a trained head to continue its training.
-
-    Raises:
-        CheckpointError: it has its own embedding, which this training does not support.
-    """
+    """Load a trained head to continue its training; it must share the target's embedding."""
     if found.embedding is not None:
         raise CheckpointError(
             f"start: expected a head that shares the target's embedding, got {where} with its own; continue from "
@@ -261,9 +253,6 @@ class EagleTrainer(CorpusTrainer):
     head        [V, H], the target's output layer
     vocabulary  ids that the head drafts
     target      what supervises replayed drafts; needed if ``options.replay`` is set
-
-    Raises:
-        ConfigurationError: the folder holds the state of a run with another head, target, other data or options.
     """
 
     def __init__(
@@ -376,9 +365,7 @@ def _begin(
 
 
 def check(head: EagleHeadOptions, texts: CachedTextOptions, sizes: ModelConfig) -> None:
-    """Raise ConfigurationError, or CheckpointError for an unknown version, if the target does not support such a
-    head.
-    """
+    """Raise ConfigurationError, or CheckpointError for an unknown version, if the target supports no such head."""
     check_version(head.version)
     if head.start is not None:
         if head.layers or head.draft_vocab_size is not None or head.parts():
@@ -418,7 +405,6 @@ def check(head: EagleHeadOptions, texts: CachedTextOptions, sizes: ModelConfig) 
 
 
 def write(out: Path, network: TrainableHead, vocabulary: DraftVocab, *, shares: list[float]) -> None:
-    """Write a head in bfloat16 and its measured acceptance."""
     state = network.state_dict()
     weights: dict[str, Tensor] = {name: x.detach().to("cpu", torch.bfloat16) for name, x in state.items()}
     if network.config.version == 3:

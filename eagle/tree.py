@@ -1,12 +1,11 @@
-"""Shapes of a head's drafts: a chain, a tree of fixed shape, or the dynamic tree of EAGLE-2.
+"""Shapes of a head's drafts: a chain, a tree of fixed shape, or the dynamic tree of EAGLE-2 (arXiv 2406.16858).
 
-Each creates the step of a drafting graph: shapes never depend on data, only the parents of a dynamic tree do.
-Drafts are chosen with the target's own noise of their position (coupled drafting): at any temperature the first child
-of a node is the target's token if its distribution equals the head's. Sources: EAGLE-2 (arXiv 2406.16858).
-``rows`` of a tree: consecutive rows of the head's cache that one call writes.
+Shapes of a drafting graph never depend on data, only the parents of a dynamic tree do. Drafts are chosen with the
+target's own noise of their position (coupled drafting): at any temperature the first child of a node is the target's
+token if its distribution equals the head's. ``rows`` of a tree: consecutive rows of the head's cache that one call
+writes.
 
-Letters: B slots, n nodes of a level, H width of the head, U ids that can be drafted; V, N and D as elsewhere in
-Paceline.
+Letters: B slots, n nodes of a level, H width of the head, U ids that can be drafted; V, N and D as elsewhere.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ class Chain:
         self.name = f"chain {length}" + (", drawn" if drawn else "")
 
     def step(self, head: EagleHead, bucket: int, kind: SamplingKind) -> nn.Module:
-        """Return the step that drafts it, for rounds of a sampling mode."""
         kind_of_step = ChainStep if head.config.mask_token is None else OnePassStep
         return kind_of_step(head, self.draft_shape.num_draft_tokens, bucket, drawn=self.drawn, kind=kind)
 
@@ -62,9 +60,7 @@ class OnePassStep(nn.Module):
     def forward(
         self, tokens: Tensor, count: Tensor, first_row: Tensor, params: Tensor, seeds: Tensor, features: Tensor
     ) -> tuple[Tensor, ...]:
-        """The fields of a Commit [B, W], params [B, 4], seeds [B, 4], features [B, W, F] -> drafts [B, N] int32, and
-        their probabilities [B, N, V] if they are sampled.
-        """
+        """The inputs of a `ChainStep` -> drafts [B, N] int32, and their probabilities [B, N, V] if they are sampled."""
         head, sampling = self.head, SamplingTensors(params, seeds, self._kind)
         window = tokens.shape[1] + self._k - 1
         place = head.place(first_row - row_shift(head), window, self._bucket, sampling=sampling)
@@ -82,9 +78,8 @@ class OnePassStep(nn.Module):
 
 
 class TreeStep(nn.Module):
-    """Read a commit with its features, then grow a tree of drafts from its last pair.
-
-    ``kind``: sampling mode of its rounds.
+    """Read a commit with its features, then grow a tree of drafts from its last pair. ``kind``: sampling mode of its
+    rounds.
     """
 
     def __init__(
@@ -96,9 +91,7 @@ class TreeStep(nn.Module):
     def forward(
         self, tokens: Tensor, count: Tensor, first_row: Tensor, params: Tensor, seeds: Tensor, features: Tensor
     ) -> tuple[Tensor, ...]:
-        """Draft: the fields of a Commit [B, W], params [B, 4], seeds [B, 4], features [B, W, F] -> outputs of the
-        tree.
-        """
+        """The inputs of a `ChainStep`, features among them -> outputs of the tree."""
         sampling = SamplingTensors(params, seeds, self._kind)
         place = self.head.place(first_row - row_shift(self.head), tokens.shape[1], self._bucket, sampling=sampling)
         root = self.head.last_pair(tokens.clamp(min=0), features, place, last=count - 1)
@@ -114,7 +107,6 @@ class StaticTree(LevelTree):
         self.name = f"tree {'.'.join(map(str, parents))}"
 
     def step(self, head: EagleHead, bucket: int, kind: SamplingKind) -> nn.Module:
-        """Return the step that drafts it, for rounds of a sampling mode."""
         if head.config.mask_token is not None:
             return OnePassStep(head, self.draft_shape.depth, bucket, parents=self.parents, kind=kind)
         return TreeStep(head, self, bucket, kind=kind)
@@ -147,7 +139,6 @@ class DynamicTree(nn.Module):
         self.register_buffer("same", torch.eye(width))
 
     def step(self, head: EagleHead, bucket: int, kind: SamplingKind) -> nn.Module:
-        """Return the step that drafts it, for rounds of a sampling mode."""
         return TreeStep(head, self, bucket, kind=kind)
 
     def forward(self, head: EagleHead, root: LastPair, sampling: SamplingTensors, bucket: int) -> tuple[Tensor, ...]:
@@ -189,9 +180,6 @@ _FORMS = (
 def parse_draft_tree(draft_tree: object, *, k: int, drawn: bool = False) -> DraftTree:
     """Parse a draft tree, or the name of one; ``k`` tokens for a chain. ``drawn``: sampled from the head's
     probabilities, for acceptor="reject".
-
-    Raises:
-        ConfigurationError: it is unknown, the sizes do not fit, or ``drawn`` is set for the name of a tree.
     """
     if isinstance(draft_tree, DraftTree):
         return draft_tree

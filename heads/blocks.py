@@ -9,7 +9,7 @@ Letters: b texts, S their length, A anchors of a text, k drafts of a block, U id
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,9 +58,7 @@ def seen(anchors: Tensor, size: int, rows: int, *, last: int, causal: bool) -> T
 
 
 def anchors_of(texts: Texts, count: int, k: int, *, skip: int = 0, seed: int) -> Tensor:
-    """Return random anchors [b, A], at most ``count``, those first whose drafts count. ``skip``: positions before the
-    first.
-    """
+    """Return random anchors [b, A] from position ``skip`` on, at most ``count``, those first whose drafts count."""
     size = texts.tokens.shape[1] - k
     if size < 1:
         raise ConfigurationError(
@@ -87,7 +85,6 @@ def _known(texts: Texts, anchors: Tensor, k: int) -> Tensor:
 
 
 def objective(network: BlockNetwork, texts: Texts, options: BlockTraining, *, given: Supervision, seed: int) -> Tensor:
-    """Return the loss of a batch, a scalar."""
     k = options.k
     anchors = anchors_of(texts, options.anchors, k, seed=seed)
     known = _known(texts, anchors, k)
@@ -103,11 +100,7 @@ def objective(network: BlockNetwork, texts: Texts, options: BlockTraining, *, gi
 
 @torch.no_grad()
 def acceptance(network: BlockNetwork, texts: Texts, given: Supervision, *, k: int, skip: int) -> list[float]:
-    """Return the share of blocks whose drafts 1, 2, ... are all the target's greedy token, at positions from ``skip``.
-
-    Raises:
-        ConfigurationError: no position qualifies.
-    """
+    """Return the share of blocks whose drafts 1, 2, ... are all the target's greedy token, from ``skip`` on."""
     agreed: list[Tensor] = []
     for index in range(len(texts.tokens)):
         part = texts.rows(index, 1)
@@ -125,28 +118,6 @@ def acceptance(network: BlockNetwork, texts: Texts, given: Supervision, *, k: in
     return [float(share) for share in shares.mean(0)]
 
 
-class BlockTrainer(CorpusTrainer):
-    """Trains a network in place; acceptance is logged at intervals."""
-
-    def __init__(
-        self,
-        network: BlockNetwork,
-        corpus: Corpus,
-        options: BlockTraining,
-        *,
-        given: Supervision,
-        folder: Path,
-        key: Mapping[str, object],
-        measure: Callable[[], list[float]],
-    ) -> None:
-        self.network, self._blocks, self._given = network, options, given
-        key = {**key, "drafted ids": given.vocabulary.key}
-        super().__init__(network, corpus, options, folder=folder, key=key, measure=measure)
-
-    def objective(self, batch: Texts) -> Tensor:
-        return objective(self.network, batch, self._blocks, given=self._given, seed=self.step)
-
-
 def train(
     network: BlockNetwork,
     corpus: Corpus,
@@ -159,12 +130,17 @@ def train(
     report: Progress,
 ) -> list[float] | None:
     """Train a network; None if the time limit ended the run. Returns the share of blocks whose drafts 1, 2, ... are all
-    right, on texts of which the first ``skip`` positions are not measured.
+    right, from position ``skip`` of a text on.
     """
     measured = corpus.eval_texts()
 
     def measure() -> list[float]:
         return acceptance(network, measured, given, k=options.k, skip=skip)
 
-    trainer = BlockTrainer(network, corpus, options, given=given, folder=folder, key=key, measure=measure)
+    class Blocks(CorpusTrainer):
+        def objective(self, batch: Texts) -> Tensor:
+            return objective(network, batch, options, given=given, seed=self.step)
+
+    key = {**key, "drafted ids": given.vocabulary.key}
+    trainer = Blocks(network, corpus, options, folder=folder, key=key, measure=measure)
     return measure() if trainer.run(report) else None

@@ -1,7 +1,5 @@
-"""Folders of heads of any kind: read, checked tensor by tensor, and written. Meanings of tensors and keys are
-elsewhere.
-
-Pickles are read by torch's restricted unpickler.
+"""Folders of heads of any kind: read, checked tensor by tensor, and written. Pickles are read by torch's restricted
+unpickler.
 """
 
 from __future__ import annotations
@@ -28,10 +26,8 @@ Config = TypeVar("Config")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint(Generic[Config]):
-    """Heads as read from a checkpoint.
-
-    weights    by our names, in the stored type
-    embedding  [V, H], their own, or None: shared with the target
+    """Heads as read: ``weights`` by our names, in the stored type; ``embedding`` [V, H], their own, or None: the
+    target's.
     """
 
     config: Config
@@ -41,9 +37,7 @@ class Checkpoint(Generic[Config]):
 
 def read(folder: Path, files: Sequence[Path] = (), wanted: Callable[[str], bool] | None = None) -> dict[str, Tensor]:
     """Read the wanted tensors of some files, or of all of a checkpoint; copies, since files may change.
-
-    Raises:
-        CheckpointError: the folder does not exist, or its contents cannot be used.
+    CheckpointError: the folder cannot be used.
     """
     if not folder.is_dir():
         raise CheckpointError(
@@ -64,10 +58,8 @@ def read(folder: Path, files: Sequence[Path] = (), wanted: Callable[[str], bool]
 
 
 def check(folder: Path, weights: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Check that every tensor exists, with its shape and finite numbers, and that there are no others.
-
-    Raises:
-        MissingWeightsError, WeightShapeError, WeightValueError, CheckpointError: a check fails.
+    """Check that every tensor exists, with its shape and finite numbers, and that there are no others; CheckpointError
+    or one of its kinds if not.
     """
     if missing := sorted(set(shapes) - set(weights)):
         raise MissingWeightsError(
@@ -89,11 +81,7 @@ def check(folder: Path, weights: Mapping[str, Tensor], shapes: Mapping[str, tupl
 
 
 def as_dtype(folder: Path, weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return weights in a number format, and ``ids`` as they are.
-
-    Raises:
-        CheckpointError: one has values beyond it.
-    """
+    """Return weights in a number format, and ``ids`` as they are; CheckpointError: one has values beyond it."""
     return {name: x if name == "ids" else check_finite(name, x, dtype, where=folder) for name, x in weights.items()}
 
 
@@ -102,9 +90,6 @@ def head_form(target: nn.Module, quantization: str | None) -> WeightFormat | Non
 
     An int8 matmul reads half the bytes, and is closer to float32 than one of bfloat16. Fewer bits would lower
     acceptance.
-
-    Raises:
-        ConfigurationError: the format does not exist.
     """
     if quantization is not None:
         return head_format(quantization)
@@ -114,8 +99,8 @@ def head_form(target: nn.Module, quantization: str | None) -> WeightFormat | Non
 
 
 def unless_equal(own: Tensor | None, shared: object) -> Tensor | None:
-    """Return a head's own table, unless its first rows, those of rank 0, equal the target's. A quantised table of the
-    target equals none.
+    """Return a head's own table, unless its first rows, those of rank 0, equal the target's. A quantised table equals
+    none.
     """
     if own is None or not isinstance(shared, Tensor) or own.shape[1:] != shared.shape[1:]:
         return own
@@ -124,11 +109,7 @@ def unless_equal(own: Tensor | None, shared: object) -> Tensor | None:
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], config: Mapping[str, object]) -> Path:
-    """Write a file of weights, and a config.json next to it. -> the file
-
-    Raises:
-        StorageError: it cannot be written.
-    """
+    """Write a file of weights, and a config.json next to it. -> the file"""
     write_weight_file(path, {name: x.detach().clone().contiguous() for name, x in tensors.items()})
     write_json(path.parent / CONFIG, config, indent=2)
     return path
@@ -138,12 +119,8 @@ _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.
 
 
 def drafted_ids(sizes: tuple[int, int], offsets: Tensor | None, mask: Tensor | None, *, where: str) -> Tensor:
-    """Return the target's id of every id that can be drafted, [U] int64, from d2t [U] (offsets) and t2d [V].
-
-    sizes  U and V
-
-    Raises:
-        CheckpointError: they are missing, not integers, contradict each other, or leave the vocabulary.
+    """Return the target's id of every id that can be drafted, [U] int64, from d2t [U] (offsets) and t2d [V]. ``sizes``:
+    U, V. CheckpointError: they are missing, not integers, contradict each other, or leave the vocabulary.
     """
     count, every = sizes
     for name, value in (("d2t", offsets), ("t2d", mask)):
@@ -194,7 +171,6 @@ class DraftVocab:
         return cls(order[:keep].sort().values, len(counts))
 
     def to(self, device: str) -> DraftVocab:
-        """Return a copy on another device."""
         return DraftVocab(self.ids.to(device), self.size)
 
     @property

@@ -1,9 +1,7 @@
 """Hidden states of the frozen target, from which heads learn: computed once and kept on disk.
 
-`write_features` computes all of them before the training, in files that an interrupted run resumes from. `FeatureCache`
-computes them on request, and keeps them up to a limit; `Conversations` computes those of whole conversations;
-`FeatureFiles` reads those that SpecForge and speculators wrote. Sequences are cut out of a stream of tokens (`cut`), or
-written by the target (`self_generate`).
+`write_features` computes all of them before the training; `FeatureCache` computes those of a stream of tokens on
+request, `Conversations` those of whole conversations; `FeatureFiles` reads those that SpecForge and speculators wrote.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ import hashlib
 import json
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -69,9 +67,7 @@ def write_features(
 
 
 def read_features(folder: Path, *, prompt: int = 0) -> list[Texts]:
-    """Read the sequences of `write_features`, one entry per file, in order of their names; ``prompt``: see
-    `Texts.after`.
-    """
+    """Read the files of `write_features` in order of their names; ``prompt``: see `Texts.after`."""
     texts = []
     for path in sorted(folder.glob("*.safetensors")):
         tensors = load_file(path)
@@ -83,10 +79,8 @@ def read_features(folder: Path, *, prompt: int = 0) -> list[Texts]:
 class FeatureCache:
     """Batches of sequences with the target's hidden states, by number, made on request and kept up to a limit.
 
-    ``stream`` [n] are the token ids of the data, end to end. A batch depends only on its number, so that it is the same
-    whether it comes from the disk or not.
-
-    ``key`` identifies the target, data and options of these batches.
+    stream  [n], the token ids of the data, end to end
+    key     identifies the target, data and options of these batches
     """
 
     def __init__(self, target: FrozenTarget, stream: np.ndarray, options: CachedTextOptions, *, folder: Path) -> None:
@@ -206,14 +200,10 @@ class Conversations:
         return self.read(self._order[1][index])
 
     def eval_texts(self) -> Texts:
-        """Return the conversations to measure on."""
         return self.read(self._measured)
 
     def read(self, texts: Sequence[Conversation]) -> Texts:
-        """Compute the states of conversations, in rows of one length."""
-        tokens, answers = _rows(texts, self._size(texts))
-        made = self._target.read(tokens)
-        return Texts(made.tokens, made.last, made.streams, _counted(answers).to(made.tokens.device))
+        return read_conversations(self._target, texts, self._size(texts))
 
     def _whole(self, texts: Sequence[Conversation]) -> list[Conversation]:
         short = [Conversation(text.tokens[: self._longest], text.answer[: self._longest]) for text in texts]
@@ -234,6 +224,12 @@ class Conversations:
 
     def _size(self, texts: Sequence[Conversation]) -> int:
         return -(-max(len(text.tokens) for text in texts) // _STEP) * _STEP
+
+
+def read_conversations(target: FrozenTarget, texts: Sequence[Conversation], size: int) -> Texts:
+    """Compute the states of conversations, in rows of ``size`` tokens."""
+    tokens, answers = _rows(texts, size)
+    return replace(target.read(tokens), counted=_counted(answers).to(target.device))
 
 
 def _rows(texts: Sequence[Conversation], size: int) -> tuple[Tensor, Tensor]:
@@ -273,12 +269,11 @@ class FeatureFiles:
         self.key = hashlib.sha256(json.dumps([target.fingerprint(), longest, facts]).encode()).hexdigest()[:16]
 
     def batch(self, number: int) -> Texts:
-        """Return batch ``number``, in the order of the files' names, from the first again after the last."""
+        """Return batch ``number`` in the order of the files' names, from the first again after the last."""
         first = number % self.batches * TEXTS_PER_FILE
         return self._read(self._files[first : first + TEXTS_PER_FILE])
 
     def eval_texts(self) -> Texts:
-        """Return the texts to measure on."""
         return self._read(self._measured)
 
     def _read(self, files: Sequence[Path]) -> Texts:
@@ -340,7 +335,7 @@ class TrainingData:
 
     @classmethod
     def of_files(cls, folder: Path) -> TrainingData:
-        """Return a folder of files with hidden states; ids are counted in the first files."""
+        """Return a folder of files with hidden states."""
         ids = []
         for file in feature_files(folder)[:_COUNTED]:
             try:
@@ -373,11 +368,7 @@ class TrainingData:
 
 
 def cut(stream: np.ndarray, count: int, length: int, *, seed: int) -> Tensor:
-    """Cut sequences from evenly spread positions of a token stream, in random order. -> [count, length] int64
-
-    Raises:
-        ConfigurationError: the stream is too short for ``count`` sequences that do not overlap.
-    """
+    """Cut sequences from evenly spread positions of a token stream, in random order. -> [count, length] int64"""
     room = len(stream) // length
     if count > room:
         raise ConfigurationError(
@@ -391,8 +382,8 @@ def cut(stream: np.ndarray, count: int, length: int, *, seed: int) -> Tensor:
 def self_generate(
     target: FrozenTarget, prompts: Tensor, length: int, *, temperatures: Sequence[float]
 ) -> list[Callable[[], Tensor]]:
-    """Return makers of the target's continuations of prompts [n, S] to [<= `TEXTS_PER_FILE`, length] each, cycling
-    through the temperatures.
+    """Return makers of the target's continuations of prompts [n, S] to [<= `TEXTS_PER_FILE`, length] each; the
+    temperatures take turns.
     """
 
     def batch(index: int, part: Tensor) -> Tensor:

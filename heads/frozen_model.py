@@ -1,7 +1,4 @@
-"""The target as a plain float32 forward through transformers, for training: its hidden states and generated text.
-
-Only training uses it; decoding is `paceline.decoder.decoder`.
-"""
+"""The target as a plain forward through transformers, for training: its hidden states and generated text."""
 
 from __future__ import annotations
 
@@ -24,12 +21,8 @@ from paceline.decoder.weights.hub import checkpoint_path
 
 
 def transformers_model(path: str | os.PathLike[str], dtype: torch.dtype) -> Any:
-    """Load the causal language model of a folder, a GGUF file or a fetched model, for inference.
-
-    GGUF files are read by Paceline: transformers ignores rope scaling in them.
-
-    Raises:
-        CheckpointError: it cannot be loaded.
+    """Load the causal language model of a folder, a GGUF file or a fetched model, for inference; CheckpointError if it
+    cannot be loaded. GGUF files are read by Paceline: transformers ignores rope scaling in them.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
@@ -87,9 +80,6 @@ def products(precision: str, device: str = "cpu") -> torch.autocast:
 
     bf16 is two to three times as fast on a CPU with instructions for it (avx512_bf16, AMX), and slower on others; on a
     GPU it is many times as fast.
-
-    Raises:
-        ConfigurationError: the precision does not exist.
     """
     if precision not in PRECISIONS:
         raise ConfigurationError(
@@ -115,12 +105,13 @@ def check_device(device: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """tokens [n, S] int64; last [n, S, H] after the final norm; streams [n, S, F] in a head's input format.
+    """Sequences with the target's states.
 
-    ``last[:, t]`` predicts ``tokens[:, t + 1]``.
-
-    ``counted`` [n, S] bool: the positions whose prediction a head learns, and is measured on; None = all. In a
-    conversation these are the answers: a head never drafts user messages.
+    tokens   [n, S] int64
+    last     [n, S, H] after the final norm; ``last[:, t]`` predicts ``tokens[:, t + 1]``
+    streams  [n, S, F], as a head reads them
+    counted  [n, S] bool: the positions whose prediction a head learns and is measured on, in a conversation
+             those of the answers; None = all
     """
 
     tokens: Tensor
@@ -137,7 +128,6 @@ class Texts:
         return replace(self, counted=(places >= prompt).expand(self.tokens.shape))
 
     def part(self, places: slice) -> Texts:
-        """Return some of the sequences."""
         counted = None if self.counted is None else self.counted[places]
         return Texts(self.tokens[places], self.last[places], self.streams[places], counted)
 
@@ -146,24 +136,19 @@ class Texts:
         return self.part(slice(index * count, (index + 1) * count))
 
     def to(self, device: str) -> Texts:
-        """Return a copy on another device."""
         counted = None if self.counted is None else self.counted.to(device)
         return Texts(self.tokens.to(device), self.last.to(device), self.streams.to(device), counted)
 
 
 class FrozenTarget:
-    """A checkpoint that transformers can load, without gradients.
+    """A checkpoint that transformers can load, without gradients; CheckpointError if heads cannot be trained on its
+    states.
 
     layers     the residual streams that `read` returns; empty = the last hidden state
     precision  of the matmuls of `read` and `states`; see `products`. On a GPU the weights, too, are in it
     device     of the model and its results; tokens may be on any device
-    model      the model of transformers
-    output     [V, H], the output layer
-    embedding  [V, H]
+    output, embedding   [V, H]
     norm       [H], the weight of the final norm
-
-    Raises:
-        CheckpointError: it cannot be loaded, or heads cannot be trained for its family.
     """
 
     def __init__(
@@ -193,7 +178,6 @@ class FrozenTarget:
 
     @torch.no_grad()
     def normed(self, states: Tensor) -> Tensor:
-        """Apply the last norm to states [..., H]."""
         made: Tensor = self.model.get_decoder().norm(states.to(self.device).float())
         return made
 

@@ -1,8 +1,7 @@
 """File formats of heads, as data: keys of a config.json, names of tensors. Checked without PyTorch.
 
 A key that changes a head's computation and adds no tensor would be lost silently, and the head would draft badly. So
-every key of heads is in a table: it is read, has no effect on the computation, or must have its neutral value. Other
-keys are rejected with an error that names them. A key whose value is null counts as absent.
+every key is read, known to have no effect, or must have its neutral value; others are rejected. null counts as absent.
 """
 
 from __future__ import annotations
@@ -64,6 +63,13 @@ class HeadKeys:
                 )
 
 
+SHARED = (
+    "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "rms_norm_eps",
+    "max_position_embeddings", "rope", "vocab_size", "attention_bias", "mlp_bias",
+)  # fmt: skip
+"""Fields of `LayerSizes` that a `ModelConfig` has too."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSizes:
     """Sizes of the layers of a head, which are those of Llama or Qwen3, and what it reads and drafts.
@@ -89,19 +95,7 @@ class LayerSizes:
     @staticmethod
     def of(model: ModelConfig) -> dict[str, Any]:
         """Return the fields that are those of a model, by name."""
-        return {
-            "hidden_size": model.hidden_size,
-            "intermediate_size": model.intermediate_size,
-            "num_heads": model.num_heads,
-            "num_kv_heads": model.num_kv_heads,
-            "head_dim": model.head_dim,
-            "rms_norm_eps": model.rms_norm_eps,
-            "max_position_embeddings": model.max_position_embeddings,
-            "rope": model.rope,
-            "vocab_size": model.vocab_size,
-            "attention_bias": model.attention_bias,
-            "mlp_bias": model.mlp_bias,
-        }
+        return {name: getattr(model, name) for name in SHARED}
 
     @property
     def reads(self) -> FeatureSpec:
@@ -128,19 +122,12 @@ class LayerSizes:
 
 
 def read_config(folder: Path) -> Fields:
-    """Read the config.json of a folder.
-
-    Raises:
-        CheckpointError: it does not exist, or is not a JSON object.
-    """
     return Fields(read_json_object(folder / CONFIG), str(folder / CONFIG))
 
 
 def layer_ids(fields: Fields, key: str, *, least: int = 0, required: bool = False) -> tuple[int, ...]:
-    """Return a list of layer numbers from ``least`` on; () if the key is absent and not required.
-
-    Raises:
-        CheckpointError: it is not such a list.
+    """Return a list of layer numbers from ``least`` on; () if the key is absent and not required. CheckpointError: it
+    is no such list.
     """
     value = fields.values.get(key)
     if value is None and not required:
@@ -156,11 +143,7 @@ def layer_ids(fields: Fields, key: str, *, least: int = 0, required: bool = Fals
 def check_target(
     of: str, target: ModelConfig, *, vocab_size: int, hidden_size: int, layers: Sequence[int] = ()
 ) -> None:
-    """Raise PairingError unless a head fits this target.
-
-    of      the head, for messages
-    layers  residual streams that it reads
-    """
+    """Raise PairingError unless a head that reads the residual streams ``layers`` fits a target. ``of``: its name."""
     for name, own, other in (
         ("vocabulary", vocab_size, target.vocab_size),
         ("hidden size", hidden_size, target.hidden_size),
@@ -178,20 +161,11 @@ def check_target(
 
 
 def head_format(quantization: object) -> WeightFormat | None:
-    """Return the requested format of a head's matrices; None: the target's ``amp``, or no request.
-
-    Raises:
-        ConfigurationError: the format does not exist.
-    """
+    """Return the requested format of a head's matrices; None: the target's ``amp``, or no request."""
     return None if quantization in (None, "amp") else WeightFormat.of(str(quantization))
 
 
 def write_json(path: Path, values: object, *, indent: int | None = None) -> None:
-    """Write a JSON file.
-
-    Raises:
-        StorageError: it cannot be written.
-    """
     with atomic_write(path):
         path.write_text(json.dumps(values, indent=indent) + "\n", encoding="utf-8")
 
@@ -225,7 +199,6 @@ def written_sizes(config: LayerSizes, *, num_layers: int, qk_norm: bool) -> dict
 
 
 def check_layout(layout: str, layouts: Iterable[str]) -> None:
-    """Raise ConfigurationError unless the layout exists."""
     if layout not in layouts:
         raise ConfigurationError(f"layout: expected one of {', '.join(layouts)}, got {layout!r}; use one of them")
 
@@ -240,15 +213,12 @@ def foreign_name(name: str, prefixes: Prefixes) -> str:
 
 
 def own_name(name: str, prefixes: Prefixes) -> str:
-    """Return our name of a tensor."""
     return foreign_name(name, [(theirs, ours) for ours, theirs in prefixes])
 
 
 def sources(names: Mapping[str, str | None]) -> dict[str, str]:
-    """Invert a map from names in a checkpoint to ours (None: no effect): from our names to those.
-
-    Raises:
-        CheckpointError: two names mean the same tensor.
+    """Invert a map from names in a checkpoint to ours (None: no effect); CheckpointError: two names mean the same
+    tensor.
     """
     found: dict[str, str] = {}
     for name, own in names.items():

@@ -47,7 +47,7 @@ def lk_hybrid(logits: Tensor, probs: Tensor) -> Tensor:
     return weight * divergence + (1 - weight) * (1 - rate)
 
 
-LOSSES = {"ce": cross_entropy, "nla": negative_log_acceptance, "lk_hybrid": lk_hybrid}
+LOSSES = {"ce": cross_entropy, "lk_hybrid": lk_hybrid, "nla": negative_log_acceptance}
 
 
 @torch.no_grad()

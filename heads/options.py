@@ -25,17 +25,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class TrainingOptions:
-    """Options for training heads.
-
-    batch_size     sequences per step
-    learning_rate  the maximum; the rate rises over the first steps and falls along a cosine
-    precision      of matmuls, "f32" or "bf16"
-    device         PyTorch device for training: "cpu", "cuda" or "cuda:N"
-    max_minutes    time limit of a run, which resumes later; None = run to the end
-
-    Raises:
-        ConfigurationError: a value is out of range.
-    """
+    """Options for training heads; ConfigurationError: a value is out of range."""
 
     batch_size: int = field(default=8, metadata={"help": "Number of sequences per step."})
     learning_rate: float = field(default=1e-3, metadata={"help": "Peak learning rate."})
@@ -68,21 +58,13 @@ class TrainingOptions:
         return {name: value for name, value in asdict(self).items() if name not in {"max_minutes", "device"}}
 
 
-LOSSES = ("ce", "lk_hybrid", "nla")
-
-
 @dataclass(frozen=True, slots=True)
 class DraftTraining(TrainingOptions):
     """Options for training a head, or a decoder, that drafts chains.
 
     batch_size  a divisor of `TEXTS_PER_FILE`, so that every sequence is used
-    tokens      in total, repeats of a sequence counted again
-    loss        "ce", the cross-entropy with the target's distribution, or a loss that aims at the acceptance rate (LK,
-                arXiv 2602.23881): "lk_hybrid" or "nla"
+    loss        "ce", or a loss that aims at the acceptance rate (LK, arXiv 2602.23881): "lk_hybrid" or "nla"
     dpace       weights of a chain's drafts by D-PACE (arXiv 2605.18810) in place of falling ones
-
-    Raises:
-        ConfigurationError: a number is out of range.
     """
 
     learning_rate: float = field(default=2e-3, metadata={"help": "Peak learning rate."})
@@ -99,6 +81,8 @@ class DraftTraining(TrainingOptions):
         TrainingOptions.__post_init__(self)  # `super()` does not work in a slotted dataclass
         if self.tokens < 1:
             raise ConfigurationError(f"tokens: expected at least 1, got {self.tokens}; raise it")
+        from paceline.heads.losses import LOSSES  # loads PyTorch
+
         if self.loss not in LOSSES:
             raise ConfigurationError(f"loss: expected one of {', '.join(LOSSES)}, got {self.loss!r}; use one of them")
         if TEXTS_PER_FILE % self.batch_size:
@@ -110,11 +94,8 @@ class DraftTraining(TrainingOptions):
 
 @dataclass(frozen=True, slots=True)
 class BlockTraining(DraftTraining):
-    """Options for training a drafter that drafts a block in one pass, in addition to those of every drafter.
-
-    k        drafts of a block
-    anchors  blocks of a sequence in one step
-    decay    weight of a draft relative to the one before, without ``dpace``
+    """Options for training a drafter that drafts a block in one pass; without ``dpace`` a draft's weight falls with
+    ``decay``.
     """
 
     k: int = field(default=7, metadata={"names": ("--k",), "help": "Number of draft tokens of a block."})
@@ -134,15 +115,7 @@ class BlockTraining(DraftTraining):
 
 @dataclass(frozen=True, slots=True)
 class TextOptions:
-    """Options for making sequences.
-
-    length        tokens of a sequence
-    prompt        number of tokens from the data before the target continues; None = a quarter
-    eval_samples  sequences, written by the target greedily, for measurement and not for training
-
-    Raises:
-        ConfigurationError: a number is out of range.
-    """
+    """Options for making sequences; those to evaluate on are written by the target, greedily."""
 
     length: int = field(default=256, metadata={"help": "Number of tokens per sequence."})
     prompt: int | None = field(
@@ -162,12 +135,11 @@ class TextOptions:
 
     @property
     def prompt_length(self) -> int:
-        """``prompt`` as a number."""
         return self.length // 4 if self.prompt is None else self.prompt
 
     def check_room(self, longest: int, ahead: int) -> None:
-        """Raise ConfigurationError unless sequences fit a target with a context of ``longest`` tokens, with ``ahead``
-        drafted tokens.
+        """Raise ConfigurationError unless sequences fit a target of ``longest`` positions, with ``ahead`` drafted
+        tokens.
         """
         if not self.prompt_length + ahead < self.length <= longest:
             raise ConfigurationError(
@@ -178,14 +150,7 @@ class TextOptions:
 
 @dataclass(frozen=True, slots=True)
 class CachedTextOptions(TextOptions):
-    """Options for making sequences, and for storing their hidden states.
-
-    feature_cache_gb  limit on disk in gigabytes; further hidden states are recomputed when needed
-    seed              seed of the order of the data
-
-    Raises:
-        ConfigurationError: a number is out of range.
-    """
+    """Options for making sequences, and for storing their hidden states."""
 
     feature_cache_gb: float = field(
         default=2.0, metadata={"help": "Hidden states to keep on disk, in GB; 0 keeps none."}
@@ -201,5 +166,4 @@ class CachedTextOptions(TextOptions):
 
     @property
     def feature_cache_bytes(self) -> float:
-        """``feature_cache_gb`` in bytes."""
         return self.feature_cache_gb * _GIGABYTE

@@ -1,7 +1,5 @@
-"""The loop of a training run: steps, learning rate, a log, and a state from which the run resumes.
-
-A run can be interrupted at any time. `RunState` lists the facts that must be the same when it resumes. Subclasses
-define the loss (`paceline.medusa.train`, `paceline.eagle.train`).
+"""The loop of a training run: steps, learning rate, a log, and a state from which an interrupted run resumes.
+Subclasses define the loss.
 """
 
 from __future__ import annotations
@@ -30,15 +28,6 @@ from paceline.heads.options import TEXTS_PER_FILE, DraftTraining, TrainingOption
 
 _SECONDS = 30.0  # between two saves
 _SHARE = 0.05  # largest share of the time for saving a large state
-
-
-def _check_loss(loss: float, step: int) -> None:
-    """Raise ConfigurationError if a loss is NaN or infinite: a model of NaN is useless."""
-    if not math.isfinite(loss):
-        raise ConfigurationError(
-            f"the training has diverged: the loss of step {step} is {loss}; start again with a lower learning rate, "
-            "in another work folder"
-        )
 
 
 @contextmanager
@@ -72,8 +61,8 @@ def ranks() -> int:
 
 @contextmanager
 def distributed(device: str) -> Iterator[None]:
-    """Join the processes that torchrun or accelerate started, if one of them did, for the block. "cuda" then means a
-    GPU of this process's own.
+    """Join the processes that torchrun or accelerate started, if there are any; "cuda" is then a GPU of this process's
+    own.
     """
     if not (dist.is_available() and dist.is_torchelastic_launched()):
         yield
@@ -104,12 +93,9 @@ def _over_ranks(parameters: Iterable[nn.Parameter], losses: list[float], *, late
 
 
 class RunState:
-    """State file of a run.
+    """State file of a run, written atomically at intervals and when the run ends for any reason.
 
-    It is written atomically, at intervals and when the run ends for any reason, and contains the facts on which the run
-    depends: a run with other facts is rejected and not silently continued.
-
-    facts  facts that must be the same when the run resumes: names and plain values
+    facts  what must be the same when the run resumes: names and plain values; a run with other facts is rejected
     state  returns the values to store: plain values and tensors
     """
 
@@ -119,11 +105,7 @@ class RunState:
         self._due = perf_counter() + _SECONDS
 
     def restore(self) -> dict[str, Any] | None:
-        """Return the stored state, or None.
-
-        Raises:
-            ConfigurationError: it is from a run with other facts.
-        """
+        """Return the stored state, or None."""
         if not self._path.is_file():
             return None
         saved = torch.load(self._path, map_location="cpu", weights_only=True)
@@ -217,7 +199,6 @@ class Trainer(ABC):
         """Return the learning rate of the next step, relative to the largest one."""
 
     def log_row(self, losses: Sequence[float]) -> dict[str, object]:
-        """Return a step's log entries in addition to its number."""
         return {"loss": [round(loss, 4) for loss in losses]}
 
     def run(self, progress: Progress) -> bool:
@@ -228,7 +209,11 @@ class Trainer(ABC):
                 losses = self.backward(batch)
                 losses, late = _over_ranks(self._parameters.values(), losses, late=self._late(began))
                 for loss in losses:
-                    _check_loss(loss, self.step)
+                    if not math.isfinite(loss):
+                        raise ConfigurationError(
+                            f"the training has diverged: the loss of step {self.step} is {loss}; start again with a "
+                            "lower learning rate, in another work folder"
+                        )
                 torch.nn.utils.clip_grad_norm_(self._parameters.values(), 1.0)
                 self._update(sum(losses) / len(losses))
                 progress(self.step, self.steps, self.loss)
@@ -281,11 +266,17 @@ class Trainer(ABC):
             optimizer.load_state_dict(saved)
 
 
-def muon(matrices: Sequence[Tensor], rate: float) -> torch.optim.Muon:
-    """Create Muon (Jordan et al., 2024), its updates scaled to AdamW's at the same rate (Liu et al., arXiv
-    2502.16982).
+def optimizers(network: nn.Module, rate: float) -> list[torch.optim.Optimizer]:
+    """Create Muon (Jordan et al., 2024) for matrices, its updates scaled to AdamW's at the same rate (Liu et al., arXiv
+    2502.16982), and AdamW for the rest.
     """
-    return torch.optim.Muon(matrices, rate, weight_decay=0.01, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    parameters = {name: p for name, p in network.named_parameters() if p.requires_grad}
+    matrices = {name: p for name, p in parameters.items() if p.dim() == 2 and not _TABLES.search(name)}
+    vectors = [p for name, p in parameters.items() if name not in matrices]
+    muon = torch.optim.Muon(
+        list(matrices.values()), rate, weight_decay=0.01, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+    )
+    return [muon, torch.optim.AdamW(vectors, rate, betas=(0.9, 0.98))]
 
 
 class CorpusTrainer(Trainer):
@@ -310,14 +301,10 @@ class CorpusTrainer(Trainer):
                 "correct it"
             )
         self._corpus, self._rows, self._measure = corpus, options.batch_size // ranks(), measure
-        parameters = {name: p for name, p in network.named_parameters() if p.requires_grad}
-        matrices = {name: p for name, p in parameters.items() if p.dim() == 2 and not _TABLES.search(name)}
-        vectors = [p for name, p in parameters.items() if name not in matrices]
-        rate = options.learning_rate
         super().__init__(
             options,
-            parameters=parameters,
-            optimizers=[muon(list(matrices.values()), rate), torch.optim.AdamW(vectors, rate, betas=(0.9, 0.98))],
+            parameters={name: p for name, p in network.named_parameters() if p.requires_grad},
+            optimizers=optimizers(network, options.learning_rate),
             steps=math.ceil(options.tokens / (options.batch_size * corpus.length)),
             folder=folder,
             key={**key, "corpus": corpus.key, "ranks": ranks()},

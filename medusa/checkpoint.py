@@ -41,13 +41,8 @@ _PART = re.compile(r"(?:(?:.*\b)?medusa_head(?:\.|s\.|_)|heads\.)?\d+\..+")  # t
 
 
 def canonical(names: Iterable[str]) -> dict[str, str]:
-    """Map our name to the name in the file, for every tensor of Medusa heads among ``names``.
-
-    Other tensors (a file may hold a whole model) are ignored.
-
-    Raises:
-        CheckpointError: two names mean the same tensor, or a head has a part that Paceline does not support.
-        MissingWeightsError: there are no Medusa heads.
+    """Map our name to the name in the file, for every tensor of Medusa heads among ``names``; others are ignored (a
+    file may hold a whole model).
     """
     own_names = {}
     for name in names:
@@ -86,12 +81,7 @@ def _ours(name: str) -> str | None:
 
 
 def survey(shapes: Mapping[str, tuple[int, ...]], *, vocab_size: int) -> MedusaConfig:
-    """Return the configuration of tensors with our names; ``vocab_size`` is used for tied heads.
-
-    Raises:
-        MissingWeightsError: a head or a block is missing.
-        WeightShapeError: a tensor has no dimensions.
-    """
+    """Return the configuration of tensors with our names; ``vocab_size`` is used for tied heads."""
     blocks: dict[int, set[int]] = {}
     projections: dict[int, tuple[int, ...]] = {}
     width = 0
@@ -128,9 +118,7 @@ def survey(shapes: Mapping[str, tuple[int, ...]], *, vocab_size: int) -> MedusaC
 
 
 def shared(config: MedusaConfig, weights: Mapping[str, Tensor]) -> bool:
-    """Return whether the blocks of every head are copies of one block, as in files from Medusa's own code. False for
-    one.
-    """
+    """Return whether the blocks of every head are copies of one, as in files from Medusa's own code. False for one."""
     if config.layers < 2:
         return False
     return all(
@@ -142,11 +130,7 @@ def shared(config: MedusaConfig, weights: Mapping[str, Tensor]) -> bool:
 
 
 def renamed(config: MedusaConfig, weights: Mapping[str, Tensor], layout: str) -> dict[str, Tensor]:
-    """Rename weights from our names to those of a layout.
-
-    Raises:
-        ConfigurationError: the layout is unknown, or its readers would load different heads.
-    """
+    """Rename weights from our names to those of a layout; ConfigurationError: its readers would load others."""
     layouts.check_layout(layout, LAYOUTS)
     if layout == "paceline":
         return dict(weights)
@@ -185,10 +169,8 @@ _NAMES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "medusa_heads.pt")
 
 
 def load(folder: Path, *, vocab_size: int) -> Checkpoint[MedusaConfig]:
-    """Read heads from a folder; ``vocab_size`` is that of the target, for heads with its output layer.
-
-    Raises:
-        CheckpointError: the folder does not exist, or its contents cannot be used.
+    """Read heads from a folder; ``vocab_size`` is that of the target, for heads with its output layer. CheckpointError:
+    the folder cannot be used.
     """
     claims = Claims.read(folder) if (folder / CONFIG).is_file() else Claims(None, None, "", None)
     files = [folder / name for name in _NAMES if (folder / name).is_file()]  # files with only the heads
@@ -223,11 +205,7 @@ def heads(
 
 
 def save(folder: Path, config: MedusaConfig, weights: dict[str, Tensor], *, layout: str = "paceline") -> Path:
-    """Write heads, with their config.json. Returns the file of weights.
-
-    Raises:
-        ConfigurationError: the layout is unknown or cannot hold these heads, or `check_place` fails.
-    """
+    """Write heads, with their config.json; return the file of weights."""
     tensors = renamed(config, weights, layout)
     check_place(folder, layout)
     return write(folder / FILES[layout], tensors, config.written())
@@ -247,8 +225,7 @@ def check_place(folder: Path, layout: str = "paceline") -> None:
 def convert(source: Path, out: Path, *, layout: str, output: Tensor, dtype: torch.dtype | None = None) -> Path:
     """Read heads in any layout and write them in ``layout``. ``output`` [V, H] is the target's output layer.
 
-    Layouts of other projects get heads with separate projections: copies of the output layer for tied heads.
-    ``dtype``: number format to store; None keeps the current one.
+    Layouts of other projects get copies of it for tied heads. ``dtype``: number format to store; None: the current one.
     """
     checkpoint = load(source, vocab_size=output.shape[0])
     config, weights = checkpoint.config, checkpoint.weights
@@ -261,7 +238,6 @@ def convert(source: Path, out: Path, *, layout: str, output: Tensor, dtype: torc
 
 
 def _compare(folder: Path, claims: Claims, config: MedusaConfig) -> None:
-    """Compare config.json with the tensors."""
     if claims.heads is not None and claims.heads > config.heads:
         raise MissingWeightsError(
             f"{folder}/{CONFIG}: medusa_num_heads: expected {config.heads}, the number of heads in the weights, got "

@@ -27,15 +27,10 @@ def is_medusa_config(fields: Mapping[str, object]) -> bool:
 class MedusaConfig:
     """Sizes of the heads.
 
-    heads        number of heads; head i predicts the token i + 2 positions after the last token the target has read
-    layers       residual blocks of each head
-    hidden_size  H of the target
-    vocab_size   V of the target
-    tied         the heads have no projection of their own and use the target's output layer
-    base         name or path of the target in the checkpoint; "" if absent
-
-    Raises:
-        ConfigurationError: a size is not positive.
+    heads   head i predicts the token i + 2 positions after the last token the target has read
+    layers  residual blocks of each head
+    tied    the heads have no projection of their own and use the target's output layer
+    base    name or path of the target in the checkpoint; "" if absent
     """
 
     heads: int
@@ -69,7 +64,6 @@ class MedusaConfig:
         return shapes
 
     def written(self) -> dict[str, object]:
-        """Contents of the config.json."""
         return {
             "medusa_num_heads": self.heads,
             "medusa_num_layers": self.layers,
@@ -82,11 +76,8 @@ class MedusaConfig:
 
 @dataclass(frozen=True, slots=True)
 class Claims:
-    """Contents of a config.json; published files are incomplete and sometimes wrong, so tensors decide.
-
-    Unknown keys of heads are rejected with an error that names them; keys of the target, in some files, are ignored.
-
-    ``tied`` is None if the file has no such key.
+    """Contents of a config.json; published files are incomplete and sometimes wrong, so tensors decide. None: no such
+    key.
     """
 
     heads: int | None
@@ -96,11 +87,8 @@ class Claims:
 
     @classmethod
     def read(cls, folder: Path) -> Claims:
-        """Read a folder's config.json.
-
-        Raises:
-            CheckpointError: it is absent, is not a JSON object, or a value has a wrong type.
-            UnknownArchitectureError: a key of heads is not understood, or the file is for vLLM's own layout.
+        """Read a folder's config.json; UnknownArchitectureError: a key of heads is not understood, or it is vLLM's own
+        layout.
         """
         fields = read_config(folder)
         if fields.values.get("model_type") == "medusa":
@@ -129,15 +117,9 @@ _LOSS_TARGETS = ("target", "text")
 class MedusaTraining(TrainingOptions):
     """Options for training Medusa heads, in addition to those of every training.
 
-    epochs           passes over the kept windows
-    loss_target      "target": the target's distribution; "text": the actual tokens
     loss_vocab_size  tied heads: number of the target's ids in the losses, the most frequent in the sequences; positions
                      with other tokens are skipped; 0 = all. Matmuls with the output layer are nearly all of a step's
                      work. The heads draft among all ids either way
-    seed             seed of the order of the windows
-
-    Raises:
-        ConfigurationError: a value is out of range.
     """
 
     epochs: float = field(default=1.0, metadata={"help": "Number of passes over all sequences."})
@@ -168,15 +150,7 @@ class MedusaTraining(TrainingOptions):
 
 @dataclass(frozen=True, slots=True)
 class MedusaTexts(TextOptions):
-    """Data for training and measuring heads.
-
-    tokens               tokens from the data, unchanged
-    self_distill_tokens  tokens of the target's own continuations of the data
-    temperature          temperatures of the continuations, cycled; 0 is greedy
-
-    Raises:
-        ConfigurationError: a number is out of range.
-    """
+    """Data for training and measuring heads."""
 
     tokens: int = field(default=300_000, metadata={"help": "Number of tokens of the data to train on."})
     self_distill_tokens: int = field(

@@ -2,7 +2,7 @@
 
 Every node is a rank in a head, so the tree is static; tokens are filled in each round. Ranks are those of the
 distribution from which the target would sample at that position, its noise included (coupled drafting), as predicted by
-a head: at temperature 0 they are the head's best tokens. There is no cache, and only the last commit is read.
+a head: at temperature 0 they are the head's best tokens. There is no cache.
 """
 
 from __future__ import annotations
@@ -70,7 +70,6 @@ class MedusaStep(ParallelStep):
         return self.head.parallel(state, self._k, self.head.real_rows(sampling, 1))
 
     def choose(self, logits: Tensor, positions: Tensor, sampling: SamplingTensors) -> Tensor:
-        """Return the tokens of the nodes: the best tokens of every head, ranked as the target samples."""
         count, part = max(self._widths), self.head.heads.part(logits)
         ranked, _ = rank(logits.contiguous(), positions, sampling, count=count, part=part, kernels=self.head.kernels)
         return ranked.flatten(1).index_select(1, self.index)
@@ -81,10 +80,7 @@ class MedusaDrafter(HeadDrafter):
 
     heads    filled, for this target
     target   source of the hidden states; the drafter shares its kernels and, for tied heads, its output layer
-    choices  the tree
-
-    Raises:
-        ConfigurationError: the tree needs more heads, or is wider than a window of the target can be.
+    choices  the tree; ConfigurationError: it needs more heads, or is wider than a window of the target can be
     """
 
     def __init__(self, heads: Heads, target: CompiledDecoder, choices: Choices) -> None:
@@ -126,28 +122,19 @@ class MedusaDrafter(HeadDrafter):
 
     @property
     def state(self) -> nn.Module:
-        """Module that holds the heads' weights."""
         return self.heads
 
     def shortened(self, length: int) -> MedusaDrafter:
-        """Return a drafter of shorter chains.
-
-        Raises:
-            ConfigurationError: the choices are a tree.
-        """
         super().shortened(length)
         return MedusaDrafter(self.heads, self.decoder, Choices(self.choices.paths[:length]))
 
     def step(self, bucket: int, kind: SamplingKind) -> nn.Module:
-        """Return the step that drafts; the same for every bucket."""
         return MedusaStep(self.head, self.choices, kind=kind)
 
     def step_key(self, bucket: int) -> DraftKey:
-        """Return the part of the graph key that identifies the step; the heads have no cache."""
         return self._key
 
     def cache_key(self) -> dict[str, object]:
-        """Facts on which the drafter's graphs depend."""
         sizes = self.heads.config
         shape = [sizes.heads, sizes.layers, sizes.hidden_size, sizes.vocab_size, sizes.tied]
         dtype = str(next(iter(self.heads.own().values())).dtype)

@@ -1,8 +1,7 @@
 """Medusa heads: from one state of the target to the logits of several tokens ahead.
 
 A head is a number of residual blocks, x + silu(W x + b), then a projection to the vocabulary: its own, or the target's
-output layer. Holds weights only: tokens are selected by `paceline.medusa.drafter`, training is in
-`paceline.medusa.train`, files are in `paceline.medusa.checkpoint`.
+output layer.
 """
 
 from __future__ import annotations
@@ -19,44 +18,11 @@ from paceline.decoder.parallel.vocab_parallel import whole
 from paceline.decoder.parallel.vocab_part import VocabPart
 from paceline.decoder.weights.files import check_finite
 from paceline.decoder.weights.quantize import MatrixLike
+from paceline.heads.trainable import register
 from paceline.medusa.config import MedusaConfig
 
 Linear = Callable[[Tensor, MatrixLike], Tensor]
 """x [..., in], weight [out, in] -> [..., out]"""
-
-
-class ResidualBlock(nn.Module):
-    """One residual block."""
-
-    def __init__(self, width: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = _unknown((width, width), dtype)
-        self.bias = _unknown((width,), dtype)
-
-    def forward(self, x: Tensor, linear: Linear) -> Tensor:
-        return x + nn.functional.silu(linear(x, self.weight) + self.bias)
-
-
-class Projection(nn.Module):
-    """A head's own vocabulary projection."""
-
-    def __init__(self, config: MedusaConfig, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = _unknown((config.vocab_size, config.hidden_size), dtype)
-
-
-class Head(nn.Module):
-    """Blocks, and a projection unless the heads are tied."""
-
-    def __init__(self, config: MedusaConfig, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(ResidualBlock(config.hidden_size, dtype) for _ in range(config.layers))
-        self.projection = None if config.tied else Projection(config, dtype)
-
-    def forward(self, x: Tensor, linear: Linear) -> Tensor:
-        for block in self.blocks:
-            x = block(x, linear)
-        return x
 
 
 class Heads(nn.Module):
@@ -86,37 +52,40 @@ class Heads(nn.Module):
                 f"{list(output.shape)}; give the heads that were trained for it"
             )
         self.config = config
-        self.heads = nn.ModuleList(Head(config, dtype) for _ in range(config.heads))
+        for name, shape in config.shapes().items():
+            register(self, name, torch.full(shape, float("nan"), dtype=dtype))
+        self.requires_grad_(False)
         if config.tied:
             self.output = output
             if ids is not None and self._group.degree > 1:
                 self.register_buffer("ids", ids)
 
     def forward(self, states: Tensor, linear: Linear, used: int | None = None) -> Tensor:
-        """Compute states [B, H] float32 -> logits [B, used, V] float32 of the first ``used`` heads; None = all of
-        them.
-        """
+        """Compute states [B, H] float32 -> logits [B, used, V] float32 of the first ``used`` heads; None = all."""
         return self._whole(self.scores(states, linear, used))
 
     def scores(self, states: Tensor, linear: Linear, used: int | None = None) -> Tensor:
         """Return logits for this rank's vocabulary shard (`part`)."""
-        heads = list(self.heads)[:used]
-        ahead = torch.stack([head(states, linear) for head in heads], 1)
+        heads = range(self.config.heads)[:used]
+        ahead = torch.stack([self.hidden(head, states, linear) for head in heads], 1)
         if self.config.tied:
             return linear(ahead, self.output)
-        return torch.cat([self.project(i, ahead[:, i : i + 1], linear) for i in range(len(heads))], 1)
+        return torch.cat([linear(ahead[:, head : head + 1], self._of(head, "projection.weight")) for head in heads], 1)
+
+    def hidden(self, head: int, x: Tensor, linear: Linear) -> Tensor:
+        """Apply the blocks of one head: [..., H] -> [..., H]"""
+        for block in range(self.config.layers):
+            weight, bias = (self._of(head, f"blocks.{block}.{kind}") for kind in ("weight", "bias"))
+            x = x + nn.functional.silu(linear(x, weight) + bias)
+        return x
+
+    def _of(self, head: int, name: str) -> nn.Parameter:
+        return self.get_parameter(f"heads.{head}.{name}")
 
     def part(self, scores: Tensor) -> VocabPart:
-        """Return the ids of `scores`."""
         if self.config.tied and self._group.degree > 1:
             return VocabPart(self.ids, self.config.vocab_size, self._group)
         return VocabPart.whole(scores)
-
-    def project(self, index: int, x: Tensor, linear: Linear) -> Tensor:
-        """Project the output of one head's blocks, [..., H] -> its logits [..., V]."""
-        if self.config.tied:
-            return self._whole(linear(x, self.output))
-        return linear(x, self.get_parameter(f"heads.{index}.projection.weight"))
 
     def _whole(self, scores: Tensor) -> Tensor:
         return whole(scores, self.config.vocab_size, self._group) if self.config.tied else scores
@@ -127,11 +96,7 @@ class Heads(nn.Module):
 
     @torch.no_grad()
     def fill(self, weights: dict[str, Tensor]) -> None:
-        """Copy all weights into the heads; names and shapes must be complete.
-
-        Raises:
-            WeightValueError: one holds NaN, infinity or values outside the range of the parameters' type.
-        """
+        """Copy all weights into the heads; names and shapes must be complete."""
         for name, parameter in self.own().items():
             parameter.copy_(check_finite(name, weights[name], parameter.dtype, where=Path("the Medusa heads")))
 
@@ -142,7 +107,3 @@ def fresh(config: MedusaConfig, output: nn.Parameter) -> Heads:
     start = {name: torch.zeros(shape) for name, shape in config.shapes().items()}
     heads.fill({name: output.detach() if name.endswith("projection.weight") else x for name, x in start.items()})
     return heads
-
-
-def _unknown(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
-    return nn.Parameter(torch.full(shape, float("nan"), dtype=dtype), requires_grad=False)

@@ -27,15 +27,12 @@ TOP = 10
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """ranks [n, heads] int64: rank of the target's token in each head at n positions; `TOP` if it is not among the
-    best.
-    """
+    """Ranks [n, heads] int64 of the target's token in each head at n positions; `TOP`: not among the best."""
 
     ranks: Tensor
 
     @property
     def places(self) -> int:
-        """Number of examined positions."""
         return len(self.ranks)
 
     def top(self) -> list[list[float]]:
@@ -46,7 +43,6 @@ class Accuracy:
         ]
 
     def write(self, path: Path) -> None:
-        """Write the table as JSON."""
         table = [[round(share, 4) for share in row] for row in self.top()]
         write_json(path, {"places": self.places, "top": table})
 
@@ -57,9 +53,6 @@ def measure(heads: Heads, texts: Sequence[Texts], output: Tensor) -> Accuracy:
 
     ``output`` [V, H] is the target's output layer. A position counts if the sequence itself is the target's greedy
     output up to the last head's token: a greedy decoder would not reach others.
-
-    Raises:
-        ConfigurationError: no position qualifies.
     """
     ranks = []
     count = heads.config.heads
@@ -102,10 +95,8 @@ class Found:
 
 
 def best(children: Children, nodes: int) -> Found:
-    """Return the best tree of ``nodes`` nodes, or of fewer if all others have probability 0.
-
-    Raises:
-        ConfigurationError: ``nodes`` is not positive, or every path has probability 0.
+    """Return the best tree of ``nodes`` nodes, or of fewer if all others have probability 0; ConfigurationError: every
+    path has.
     """
     if nodes < 1:
         raise ConfigurationError(f"nodes: expected at least 1, got {nodes}; raise it")
@@ -129,10 +120,8 @@ def best(children: Children, nodes: int) -> Found:
 
 
 def by_places(ranks: Tensor, *, top: int) -> Children:
-    """Return probabilities counted at positions: ranks [n, heads] of the right token, ``top`` or more if it is not
-    among the best.
-
-    Counts whole paths, so correlations between heads are included.
+    """Return probabilities of whole paths, counted at positions: ranks [n, heads] of the right token, ``top`` or more
+    if it is not among the best. Correlations between heads are included.
     """
 
     def children(path: tuple[int, ...]) -> list[float]:
@@ -149,9 +138,7 @@ def by_places(ranks: Tensor, *, top: int) -> Children:
 
 def by_heads(top: Sequence[Sequence[float]]) -> Children:
     """Return probabilities from a table: top[h][r] is the share of positions at which head h has the token among its
-    best r + 1.
-
-    Assumes independent heads, as for Medusa's own trees.
+    best r + 1. Assumes independent heads, as for Medusa's own trees.
     """
     single = [[share - before for before, share in zip([0.0, *row], row, strict=False)] for row in top]
 

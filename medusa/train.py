@@ -2,10 +2,7 @@
 
 Head i reads the state at position t of a sequence and learns the token at t + i + 2. Its label is, by default, not that
 token but the target's whole distribution (distillation), which has more information per position. Heads share nothing,
-so their losses are simply added. Only the heads change.
-
-Each stage of `train` writes files and is skipped if they exist: states of the target in a folder that is named by the
-target, the options and the data, and the state of the training. Measuring is in `paceline.medusa.search`.
+so their losses are simply added. Only the heads change. Each stage of `train` is skipped if its files exist.
 """
 
 from __future__ import annotations
@@ -42,9 +39,6 @@ class MedusaTrainer(Trainer):
     output  [V, H], the target's output layer
     folder  holds the state of the run and its log
     data    identifies these windows
-
-    Raises:
-        ConfigurationError: the windows are too short, or the folder is of a run with other heads, windows or options.
     """
 
     def __init__(
@@ -89,7 +83,6 @@ class MedusaTrainer(Trainer):
         return _schedule(self.step, self.steps)
 
     def backward(self, batch: Texts) -> list[float]:
-        """Add the gradients of a batch; return the loss of every head."""
         tokens, states, counted = batch.tokens, batch.last.float(), batch.counted
         block = partial(products, self._training.precision, self._training.device)
         if self._places is not None:
@@ -102,7 +95,7 @@ class MedusaTrainer(Trainer):
             ahead = index + 1  # state t has read token t and predicts t + 1; state t + ahead predicts this head's token
             x = states[:, : -ahead - 1].flatten(0, 1)
             with block():
-                hidden = self.heads.heads[index](x, linear)
+                hidden = self.heads.hidden(index, x, linear)
                 tied = self.heads.config.tied
                 table = self._output if tied else self.heads.get_parameter(f"heads.{index}.projection.weight")
                 logits = linear(hidden, table).float()

@@ -47,11 +47,7 @@ class TreeBuffers:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """A valid tree, its choices in node order.
-
-    Raises:
-        ConfigurationError: the tree is empty, or a choice is not valid.
-    """
+    """A valid tree, its choices in node order."""
 
     paths: tuple[Ranks, ...]
 
@@ -73,11 +69,7 @@ class Choices:
 
     @classmethod
     def of(cls, choices: Iterable[object]) -> Choices:
-        """Create a tree from choices in any order, as lists of ranks.
-
-        Raises:
-            ConfigurationError: a choice is not valid.
-        """
+        """Create a tree from choices in any order, as lists of ranks."""
         paths = []
         for choice in choices:
             if not isinstance(choice, list | tuple):
@@ -96,11 +88,7 @@ class Choices:
 
     @classmethod
     def read(cls, path: Path) -> Choices:
-        """Read a tree from a JSON file: a list of choices, or an object with such a list under "choices".
-
-        Raises:
-            ConfigurationError: the file is not a readable tree.
-        """
+        """Read a tree from a JSON file: a list of choices, or an object with such a list under "choices"."""
         try:
             value = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
@@ -115,7 +103,6 @@ class Choices:
         return cls.of(listed)
 
     def write(self, path: Path) -> None:
-        """Write the list of choices as JSON."""
         write_json(path, [list(choice) for choice in self.paths])
 
     def __len__(self) -> int:
@@ -138,7 +125,6 @@ class Choices:
         return tuple(place[path[:-1]] if len(path) > 1 else -1 for path in self.paths)
 
     def check(self, *, heads: int, top: int) -> None:
-        """Raise ConfigurationError unless ``heads`` heads and their best ``top`` tokens are enough for this tree."""
         if self.depth > heads:
             raise ConfigurationError(
                 f"tree: expected a depth of at most {heads}, the number of heads, got {self.depth}, such as "
@@ -156,11 +142,7 @@ TreeLike = Choices | str | Path | Iterable[Sequence[int]]
 
 
 def parse_choices(tree: object) -> Choices:
-    """Parse a user's tree: choices, or a file of them.
-
-    Raises:
-        ConfigurationError: it is not a tree.
-    """
+    """Parse a user's tree: choices, or a file of them."""
     if isinstance(tree, Choices):
         return tree
     if isinstance(tree, str | Path):
@@ -173,28 +155,19 @@ def parse_choices(tree: object) -> Choices:
 
 
 def shipped_choices(folder: Path) -> Choices | None:
-    """Return the tree in the heads' folder; None if absent.
-
-    Raises:
-        ConfigurationError: its file cannot be read.
-    """
     return Choices.read(folder / TREE) if (folder / TREE).is_file() else None
 
 
 def draft_shape(_target: ModelConfig, _wanted: Wanted, folder: Path, *, draft_tree: object = None) -> DraftShape | None:
     """Check the option of a draft; return the shape of the heads' drafts. None: all their first choices, and tensors
-    say how many heads there are. Errors as in `parse_choices`.
+    say how many heads there are.
     """
     choices = shipped_choices(folder) if draft_tree is None else parse_choices(draft_tree)
     return None if choices is None else tree.draft_shape(choices.parents)
 
 
 def tree_buffers(choices: Iterable[Sequence[int]]) -> TreeBuffers:
-    """Return Medusa's tables for a tree, to convert and to compare with other implementations.
-
-    Raises:
-        ConfigurationError: the choices are not a valid tree, or a rank is `TOP` or more, which the tables cannot hold.
-    """
+    """Return Medusa's tables for a tree, to convert and to compare with others; no rank may reach `TOP`."""
     tree = Choices.of(choices)
     tree.check(heads=tree.depth, top=TOP)
     node = {path: index + 1 for index, path in enumerate(tree.paths)}

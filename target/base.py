@@ -57,7 +57,6 @@ class TargetVerifier(Verifier):
         self._most, self._limit = list[int](), torch.empty(0)  # the limits of the last round, and as graphs take them
 
     def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> Reading:
-        """Prefill a prompt and sample the first token."""
         text = self._slots[slot] if self._slots else None
         of_prompt = None if text is None or text.num_prompt_logprobs is None else list[TokenLogprobs]()
 
@@ -83,7 +82,6 @@ class TargetVerifier(Verifier):
             return PrefillResult(0, features)
 
     def finish_request(self, slot: int) -> None:
-        """Do nothing to the cache: the next request's prompt overwrites its rows."""
         self.decoder.prefix_cache.finish(slot)
 
     def move_request(self, slot: int, to: int, rows: int) -> None:
@@ -94,24 +92,19 @@ class TargetVerifier(Verifier):
         self._most, self._limit = most, torch.tensor(most, dtype=torch.int32)
 
     def _choose(self, logits: Tensor, position: int, sampling: SamplingTensors) -> int:
-        """The token at a position, from its logits [V]."""
         where = torch.tensor([[position]], dtype=torch.int32)
         return int(self._kernels.sample_tokens(logits.view(1, 1, -1), where, sampling))
 
 
 def processed(text: HostText, ids: list[int], logits: Tensor) -> Tensor:
-    """Return the logits [V] that follow ``ids`` after the request's processing."""
     return logits if text.processing is None else text.processing.process(ids, logits)
 
 
 def scores_of(text: HostText, token: int, *, raw: Tensor, processed: Tensor) -> list[TokenScore]:
     """Return the score of a token, if its request needs scores. raw, processed: [V], the model's logits and the
-    processed ones.
+    processed ones. SamplingError: the processors cut every token, for instance a grammar at a dead end.
 
     Processed rows without a committed token are not scored: a processor's result after a forbidden draft is unused.
-
-    Raises:
-        SamplingError: the processors cut every token, for instance a grammar at a dead end.
     """
     if text.processing is not None and float(processed.max()) <= reduce.NEGATIVE:
         raise SamplingError(

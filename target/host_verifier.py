@@ -39,7 +39,6 @@ class HostVerifier(TargetVerifier):
     def __call__(
         self, commit: Commit, proposal: Proposal | None, sampling: SamplingTensors, limits: RoundLimits
     ) -> Commit:
-        """Verify a proposal."""
         proposal = None if proposal is None else fitted(proposal, self.draft_shape.num_draft_tokens)
         draft_shape = self.draft_shape if proposal is not None or self._wide else DraftShape.chain(0)
         token, row = root_of(commit.tokens, commit.count, commit.first_row)

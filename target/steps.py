@@ -54,7 +54,7 @@ class VerifyMask(nn.Module):
         self.register_buffer("rows", parents)
 
     def forward(self, drafts: Tensor, parents: Tensor | None, *, limit: Tensor) -> _VerifyInputs:
-        """drafts [B, N] int32, parents [B, N] int32 if dynamic, limit [B] int32 -> VerifyInputs."""
+        """drafts [B, N] int32, parents [B, N] int32 if dynamic, limit [B] int32"""
         slots, nodes = drafts.shape
         if self.draft_shape.is_chain:
             depth = torch.arange(nodes + 1, dtype=torch.int32, device=drafts.device)
@@ -72,7 +72,6 @@ class VerifyMask(nn.Module):
 
 class VerifyStep(nn.Module):
     """Target pass over the root and the proposed tokens, probabilities, acceptance, and compaction of the cache.
-
     ``kind``: sampling mode of its rounds.
     """
 
@@ -113,7 +112,6 @@ class VerifyStep(nn.Module):
     def decide(
         self, window: _VerifyInputs, commit: Commit, sampling: SamplingTensors, *draft_probs: Tensor
     ) -> tuple[Tensor, ...]:
-        """Do the work of `forward` for a proposal as the target reads it."""
         token, row = root_of(commit.tokens, commit.count, commit.first_row)
         read = torch.cat((token.unsqueeze(1), window.proposal.tokens), 1)
         read = read.clamp(min=0, max=self.body.config.vocab_size - 1)
@@ -178,8 +176,8 @@ class FusedStep(nn.Module):
         """The fields of a Commit; limit [B] int32, params [B, 4], seeds [B, 4]; and features [B, W, F] if they are
         read.
 
-        -> a report for the host, [B, W + 2] int32: tokens, count, and the proposal's depth; if not ``lean``, the
-        next Commit's tokens, count and first_row, and its features if they are read and not kept.
+        -> a report for the host, [B, W + 2] int32: tokens, count, and the proposal's depth; if not ``lean``, the next
+        Commit's tokens, count and first_row, and its features if they are read and not kept.
         """
         params, seeds, *read = rest
         if self.carry is not None and not read:
@@ -245,14 +243,11 @@ def root_of(tokens: Tensor, count: Tensor, first_row: Tensor) -> tuple[Tensor, T
 
 
 def pad_draft_probs(draft_probs: Tensor, missing: int) -> Tensor:
-    """Probabilities of a chain, [B, N, V], with ``missing`` empty rows after them."""
     return nn.functional.pad(draft_probs, (0, 0, 0, missing))
 
 
 def pad_vocabulary(draft_probs: Tensor, size: int) -> Tensor:
-    """Return the draft's distribution over the target's ids, which may be more, or fewer. [B, N, V'] -> [B, N,
-    size].
-    """
+    """Return the draft's distribution over the target's ids, which may be more, or fewer. [B, N, V'] -> [B, N, size]"""
     return nn.functional.pad(draft_probs, (0, size - draft_probs.shape[-1]))
 
 

@@ -1,8 +1,8 @@
 """The verifier: runs one step from a commit and a proposal to the next commit.
 
-The steps are in `paceline.target.steps`; requests that need the host for every token (processors, scores) use
-`paceline.target.host_verifier`. Features that a drafter reads stay on the device between fused rounds if the backend
-copies inputs and outputs. Consecutive rounds in one call on the CPU are in `decoder/native/program.cpp`.
+Requests that need the host for every token (processors, scores) use `paceline.target.host_verifier`. Features that a
+drafter reads stay on the device between fused rounds if the backend copies inputs and outputs. Consecutive rounds in
+one call on the CPU are in `decoder/native/program.cpp`.
 """
 
 from __future__ import annotations
@@ -106,7 +106,6 @@ class CompiledVerifier(TargetVerifier):
     def __call__(
         self, commit: Commit, proposal: Proposal | None, sampling: SamplingTensors, limits: RoundLimits
     ) -> Commit:
-        """Verify a proposal."""
         draft_shape, drawn, proposed = self.draft_shape, False, list[Tensor]()
         if proposal is not None:
             fits = (one for one in self.draft_shapes if one.num_draft_tokens >= proposal.tokens.shape[1])
@@ -168,7 +167,6 @@ class CompiledVerifier(TargetVerifier):
         limits: RoundLimits,
         seconds: float,
     ) -> tuple[Commit, list[RoundReport]]:
-        """Draft and verify in one graph."""
         assert commit.tokens.shape[1] == self._width, "what a round makes is what the next one reads"
         if limits.max_accept != self._most:
             self._take_limit(limits.max_accept)
@@ -233,13 +231,11 @@ class CompiledVerifier(TargetVerifier):
         return self.decoder.carry(*first_slots(commit.tokens, lines).shape, width)
 
     def _fetch(self, carry: FeatureBuffer) -> Tensor:
-        """Copy the buffer to the host, with a row for every slot."""
         return for_all_slots(self.decoder.backend.read_state(carry.features), self.decoder.batch_size)
 
     def _key(
         self, shape: DraftShape, bucket: int, kind: SamplingKind, *, width: int, drawn: bool = False, lines: int = 0
     ) -> GraphKey:
-        """Return the key of a graph that verifies. ``width``: W of the commit before."""
         return GraphKey(
             "verify",
             shape.num_draft_tokens + 1,
@@ -262,9 +258,8 @@ _RunRounds = Callable[[list[Tensor], float, RoundLimits], tuple[list[RoundReport
 def _one_round(
     inputs: list[Tensor], _seconds: float, _limits: RoundLimits, *, step: Step, lean: bool, lines: int
 ) -> tuple[list[RoundReport], list[Tensor]]:
-    """Run one round, as `MultiRoundStep.run_rounds`, by a step of one round. ``lean``: whether the `FusedStep` is.
-
-    lines  as in `GraphKey`; inputs and what comes out have a line for every slot
+    """Run one round, as `MultiRoundStep.run_rounds`. ``lean``: whether the `FusedStep` is; ``lines``: as in `GraphKey`;
+    inputs and what comes out have a line for every slot.
     """
     begin = perf_counter()
     packed, *outputs = step(*([first_slots(x, lines) for x in inputs] if lines else inputs))

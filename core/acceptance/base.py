@@ -2,7 +2,7 @@
 
 A rule is a pure function of a proposal and of the target's outputs for it. It stays on the device and has static
 shapes, so that it compiles into the verification graph. Rules make no probabilities: those come from
-`paceline.core.probs`. The verifier that runs rules is in `paceline.target`.
+`paceline.core.probs`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ class TargetView:
     """Target outputs for a proposal of N tokens. T = N + 1 rows: the root, then one for each proposed token.
 
     positions      [B, T] int32, position in the sequence of the token that each row decides
-    sampling       sampling values of every slot
     depth          D, the maximum number of proposed tokens that can be accepted
     choices        [B, T] int32, the token that the target samples after each row; None unless the rule needs choices
     probs          [B, T, V] float32, the target's distribution after each row; None unless the rule needs them

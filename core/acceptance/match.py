@@ -31,7 +31,6 @@ class Match:
     cache_key: ClassVar[str] = "match"
 
     def __call__(self, proposal: Proposal, view: TargetView) -> Accepted:
-        """Accept the longest path from the root on which every token matches."""
         assert view.choices is not None
         return match(proposal, view.choices, view.depth)
 
@@ -56,7 +55,6 @@ def match(proposal: Proposal, choices: Tensor, depth: int) -> Accepted:
 
 
 def _match_chain(drafts: Tensor, choices: Tensor) -> Accepted:
-    """Match a chain by a running count of disagreements."""
     import torch
 
     nodes = drafts.shape[1]

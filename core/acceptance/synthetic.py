@@ -17,11 +17,7 @@ from paceline.core.types import PAD, Accepted, Proposal
 
 @dataclass(frozen=True, slots=True)
 class SyntheticAcceptance:
-    """Accept every level of a proposal with probability ``alpha``, if the levels above it are accepted.
-
-    Raises:
-        ConfigurationError: alpha is not a probability.
-    """
+    """Accept every level of a proposal with probability ``alpha``, if the levels above it are accepted."""
 
     alpha: float
 
@@ -40,7 +36,6 @@ class SyntheticAcceptance:
 
     @property
     def cache_key(self) -> str:
-        """Name and rate, since the rate is part of the graph."""
         return f"synthetic {self.alpha}"
 
     def __call__(self, proposal: Proposal, view: TargetView) -> Accepted:

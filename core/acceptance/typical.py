@@ -30,9 +30,6 @@ class Typical:
 
     epsilon  a token above this probability is always accepted
     alpha    scales the threshold where the target's entropy is high; Medusa uses the square root of epsilon
-
-    Raises:
-        ConfigurationError: a value is not between 0 and 1.
     """
 
     name: ClassVar[str] = "typical"
@@ -56,11 +53,9 @@ class Typical:
 
     @property
     def cache_key(self) -> str:
-        """Both numbers are part of the graph."""
         return f"typical {self.epsilon} {self.alpha}"
 
     def __call__(self, proposal: Proposal, view: TargetView) -> Accepted:
-        """Accept the best plausible path; the token after it is the target's sampled one."""
         import torch
 
         from paceline.core import reduce

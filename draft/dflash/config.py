@@ -116,7 +116,6 @@ class DFlashConfig(LayerSizes):
         return shapes
 
     def check_k(self, k: int) -> None:
-        """Raise ConfigurationError unless the head can draft ``k`` tokens."""
         if not 1 <= k <= self.most:
             raise ConfigurationError(
                 f"k: expected 1 to {self.most} for this DFlash head, whose blocks have {self.block_size} tokens, got "
@@ -128,7 +127,7 @@ def draft_shape(
     target: ModelConfig, wanted: Wanted, folder: Path, *, draft_tree: str = "chain", quantization: object = None
 ) -> DraftShape:
     """Check the config.json and the options of a draft, which are those of `DFlashDrafter.from_pretrained`; return the
-    shape of its drafts. Errors as in `parse`, and ConfigurationError for an option that is out of range.
+    shape of its drafts.
     """
     head_format(quantization)
     config = parse(read_config(folder), target)
@@ -181,13 +180,7 @@ _SPECULATORS_KEYS = frozenset(
 
 
 def parse(fields: Fields, target: ModelConfig, *, drafted: int | None = None) -> DFlashConfig:
-    """Parse the config.json of a head for this target. ``drafted``: rows of the head's separate output layer, if any.
-
-    Raises:
-        CheckpointError: a key is missing or has a wrong value.
-        UnknownArchitectureError: a key is unknown, or asks for a head that is not supported.
-        PairingError: the head is for another target.
-    """
+    """Parse the config.json of a head for this target. ``drafted``: rows of the head's own output layer, if any."""
     if "speculators_model_type" in fields.values:
         config = _of_speculators(fields)
     elif fields.values.get("model_type") == _ASSISTANT:
@@ -422,13 +415,7 @@ def _confidence(fields: Fields, size: int, rank: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DFlashHeadOptions:
-    """The head to train; its blocks have a token more than ``k`` of `BlockTraining`.
-
-    layers            the target's residual streams that it reads; empty = five, evenly spread
-    draft_vocab_size  number of ids, the most frequent of the data; None = all, with the target's output layer
-    num_layers        decoder layers
-    mask_token        id that stands for tokens not yet known; None = the rarest of the data
-    """
+    """The head to train; its blocks have a token more than ``k`` of `BlockTraining`."""
 
     layers: tuple[int, ...] = field(
         default=(),
@@ -448,7 +435,6 @@ class DFlashHeadOptions:
     )
 
     def check(self, sizes: ModelConfig) -> None:
-        """Raise ConfigurationError if the target does not support such a head."""
         size, mask = sizes.vocab_size, self.mask_token
         if any(not 0 <= layer < sizes.num_layers for layer in self.layers) or self.num_layers < 1:
             raise ConfigurationError(

@@ -41,12 +41,7 @@ _HARMLESS = ("rotary_emb.inv_freq", "verifier_lm_head.weight", "verifier_norm.we
 
 
 def load(folder: Path, target: ModelConfig) -> tuple[DFlashConfig, dict[str, Tensor]]:
-    """Read a head for this target: its configuration and tensors, with ``ids`` [U] in place of d2t and t2d.
-
-    Raises:
-        CheckpointError: the folder's contents cannot be used.
-        PairingError: it is a head for another target.
-    """
+    """Read a head for this target: its configuration and tensors, with ``ids`` [U] in place of d2t and t2d."""
     raw, fields = read(folder), read_config(folder)
     found = layouts.sources({name: own_name(name) for name in raw})
     tensors = {name: raw[source] for name, source in found.items()}
@@ -65,7 +60,6 @@ def load(folder: Path, target: ModelConfig) -> tuple[DFlashConfig, dict[str, Ten
 
 
 def own_name(name: str) -> str | None:
-    """Return our name of a tensor; None if it has no effect."""
     name = name.removeprefix(_MODEL)
     if any(name.endswith(end) for end in _HARMLESS):
         return None
@@ -77,9 +71,6 @@ class DFlashDrafter(HeadDrafter):
 
     k      drafted tokens of a chain, or the shape of a static tree, whose nodes are the best tokens of each position
     drawn  sampled from the head's probabilities, for `Reject`
-
-    Raises:
-        ConfigurationError: ``k``, or the depth of the tree, is out of range.
     """
 
     def __init__(self, head: DFlashHead, target: CompiledDecoder, k: int | DraftShape, *, drawn: bool = False) -> None:
@@ -139,16 +130,13 @@ class DFlashDrafter(HeadDrafter):
         return cls(head, target, parse_draft_tree(draft_tree, k=min(k, config.most), drawn=drawn), drawn=drawn)
 
     def step(self, bucket: int, kind: SamplingKind) -> nn.Module:
-        """Return the step that reads a commit and drafts."""
         kept = Kept(self._drawn, parents=() if self.draft_shape.is_chain else self.draft_shape.parents or ())
         return BlockStep(self.head, self.draft_shape.depth, bucket, kept=kept, kind=kind)
 
     def step_key(self, bucket: int) -> DraftKey:
-        """Return the part of the graph key that identifies the step."""
         return DraftKey("dflash", self.draft_shape, bucket, self._drawn)
 
     def cache_key(self) -> dict[str, object]:
-        """Facts on which the drafter's graphs depend."""
         head, model = self.head, self.decoder.body.model
         own = [head.embedding is not model.embedding, head.output is not model.head]
         key: dict[str, object] = {"dflash": json.loads(json.dumps(asdict(head.config))), "own": own}

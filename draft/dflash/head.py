@@ -299,7 +299,6 @@ class DFlashHead(TableHead):
         return config.logit_cap * torch.tanh(made / config.logit_cap) if config.logit_cap else made
 
     def choose(self, choice: Choice, real: Tensor | None) -> None:
-        """Choose the tokens of a step."""
         scores = self.scores(choice.hidden, real)
         if self.config.selector_rank:
             self._select(scores, choice)
@@ -361,9 +360,7 @@ class BlockStep(nn.Module):
     def forward(
         self, tokens: Tensor, count: Tensor, first_row: Tensor, params: Tensor, seeds: Tensor, features: Tensor
     ) -> tuple[Tensor, ...]:
-        """The fields of a Commit [B, W], params [B, 4], seeds [B, 4], features [B, W, F] -> outputs of
-        `DraftedTokens`.
-        """
+        """The inputs of a `ChainStep` -> outputs of `DraftedTokens`."""
         head, k, sampling = self.head, self._k, SamplingTensors(params, seeds, self._kind)
         size = k if head.config.from_anchor else k + 1
         anchor = at_index(tokens, count - 1)

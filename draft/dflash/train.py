@@ -1,8 +1,7 @@
 """Training of DFlash heads (arXiv 2602.06036) on a frozen target.
 
 A head learns from blocks at random anchors of a text: the block's tokens see the target's states before the anchor, and
-each other. The loss and the loop are those of all block drafters (`paceline.heads.blocks`). Folders are written in
-z-lab's layout, which vLLM and SGLang read too.
+each other (`paceline.heads.blocks`). Folders are written in z-lab's layout, which vLLM and SGLang read too.
 """
 
 from __future__ import annotations
@@ -173,7 +172,6 @@ def train_dflash(
 
 
 def write(out: Path, network: TrainableDFlash, vocabulary: DraftVocab, *, depth: int, shares: list[float]) -> None:
-    """Write a head in bfloat16 and its measured acceptance."""
     weights = {name: x.detach().to("cpu", torch.bfloat16) for name, x in network.state_dict().items()}
     if "lm_head.weight" in weights:
         weights |= {"d2t": vocabulary.offsets.cpu(), "t2d": vocabulary.mask.cpu()}

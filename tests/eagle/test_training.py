@@ -25,7 +25,7 @@ from paceline.eagle.train import EagleTrainer, acceptance, objective
 from paceline.heads.checkpoint import DraftVocab
 from paceline.heads.features import FeatureCache, TrainingData
 from paceline.heads.frozen_model import FrozenTarget
-from paceline.heads.trainer import muon
+from paceline.heads.trainer import optimizers
 from tests.decoder.tiny import VOCABULARY, Workshop
 from tests.eagle.heads import NEWER, PARALLEL
 from tests.eagle.lessons import LAYERS, SHORT, output, parts, stream
@@ -228,8 +228,9 @@ def test_updates_of_matrices_are_orthogonal_and_sized_like_those_of_adamw(shape:
     """
     torch.manual_seed(0)
     matrix, gradients = torch.randn(shape), torch.randn(2, *shape)
-    parameter = torch.nn.Parameter(matrix.clone())
-    optimizer, rate = muon([parameter], 0.1), 0.1
+    network, rate = torch.nn.Linear(shape[1], shape[0]), 0.1
+    parameter, optimizer = network.weight, optimizers(network, rate)[0]
+    parameter.data = matrix.clone()
     expected, momentum = matrix.double(), torch.zeros(shape, dtype=torch.float64)
     for gradient in gradients:
         parameter.grad = gradient.clone()

@@ -13,6 +13,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from paceline.core.errors import ConfigurationError
+from paceline.heads.features import Conversations
 from paceline.heads.frozen_model import FrozenTarget
 
 RECIPE = Path(__file__).resolve().parents[2] / "examples" / "smollm2" / "recipe"
@@ -85,22 +86,28 @@ CONVERSATION = [1, 50, 51, END, 1, 52, *range(20, 28), END, 1, 53]
 """A system's turn, a user's, and the beginning of an answer."""
 
 
-def conversations(recipe: dict[str, ModuleType], model: LlamaForCausalLM, folder: Path, longest: int = 40) -> object:
+def conversations(
+    recipe: dict[str, ModuleType], model: LlamaForCausalLM, folder: Path, longest: int = 40
+) -> Conversations:
     model.save_pretrained(folder)
     target = FrozenTarget(folder, (1, 2, 3))
     rng = np.random.default_rng(0)
     answers = [[*rng.integers(6, 40, size).tolist(), END] for size in rng.integers(3, 30, 70)]
     stream = np.array([token for answer in answers for token in [*CONVERSATION, *answer]])
     made = recipe["conversations"]
-    markers = made.Markers([1, 50], [1, 53], END)
-    return made.Conversations(target, stream, stream[:60], markers=markers, longest=longest)
+    markers = made.Markers([1, 50], [1, 53])
+    texts = made.split(stream, markers)
+    return Conversations(target, texts, texts[:2], longest=longest)
 
 
 def test_only_answers_count_and_texts_start_at_their_beginning(
     recipe: dict[str, ModuleType], model: LlamaForCausalLM, tmp_path: Path
 ) -> None:
     corpus = conversations(recipe, model, tmp_path)
-    texts = corpus.batch(0)  # type: ignore[attr-defined]
+    texts = corpus.batch(0)
+    assert texts.counted is not None
+    assert torch.equal(texts.tokens, corpus.batch(0).tokens), "the same batch again"
+    assert not torch.equal(texts.tokens, corpus.batch(1).tokens), "the next epoch has another order"
     assert texts.tokens.shape[0] == 64 and texts.streams.shape[-1] == 3 * 48
     assert texts.tokens[:, : len(CONVERSATION)].tolist() == [CONVERSATION] * 64
     begin = len(CONVERSATION) - 1
@@ -111,17 +118,8 @@ def test_only_answers_count_and_texts_start_at_their_beginning(
         assert END not in answer[:-1] and (answer[-1] == END or len(CONVERSATION) + len(answer) == 40)
 
 
-def test_every_conversation_is_used_once_per_epoch_in_a_new_order(
-    recipe: dict[str, ModuleType], model: LlamaForCausalLM, tmp_path: Path
-) -> None:
-    corpus = conversations(recipe, model, tmp_path)
-    first, again, later = (corpus.batch(number).tokens for number in (0, 0, 1))  # type: ignore[attr-defined]
-    assert torch.equal(first, again)
-    assert not torch.equal(first, later)
-
-
 def test_missing_conversations_are_rejected(
     recipe: dict[str, ModuleType], model: LlamaForCausalLM, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigurationError, match="hold 0 conversations"):
+    with pytest.raises(ConfigurationError, match="got 0 and 0"):
         conversations(recipe, model, tmp_path, longest=len(CONVERSATION) - 2)

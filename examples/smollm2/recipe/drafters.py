@@ -18,7 +18,7 @@ from time import perf_counter
 
 import numpy as np
 import torch
-from conversations import Conversations, Markers
+from conversations import Markers, split
 from torch import Tensor
 
 import draft
@@ -28,6 +28,7 @@ from paceline.eagle import train
 from paceline.eagle.config import EagleTraining, default_layers
 from paceline.eagle.train import EagleTrainer, acceptance, write
 from paceline.heads.checkpoint import DraftVocab
+from paceline.heads.features import Conversations
 from paceline.heads.frozen_model import FrozenTarget
 from paceline.heads.trainer import LOG_STEPS, Trainer
 from paceline.medusa import checkpoint, search
@@ -192,7 +193,8 @@ def main() -> None:
         given.target, default_layers(sizes.num_layers), precision=given.precision, device=given.device
     )
     markers = Markers.of(load_tokenizer(given.target))
-    corpus = Conversations(target, stream, measured, markers=markers, longest=given.longest)
+    texts, kept = split(stream, markers), split(measured, markers)
+    corpus = Conversations(target, texts, kept, longest=given.longest)
     counts = torch.from_numpy(np.bincount(stream, minlength=sizes.vocab_size))
     print(json.dumps({"kind": given.kind, **KINDS[given.kind](given, target, corpus, counts)}))
 
