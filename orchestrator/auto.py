@@ -18,7 +18,7 @@ from paceline.build import Progress
 from paceline.core.errors import CheckpointError
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.models import registry
-from paceline.decoder.options import LoadOptions
+from paceline.decoder.options import LoadOptions, renamed
 from paceline.engine.request import InputIds, SamplingParams
 from paceline.generator import OutputStream, SpeculativeGenerator
 from paceline.loadable import Loadable, loadable
@@ -134,7 +134,8 @@ class AutoDecoder:
                 number of ranks.
             BackendError: the backend cannot run on this machine.
         """
-        found = loadable(path, LoadOptions.of(options))
+        with renamed(options) as own:
+            found = loadable(path, LoadOptions.of(own))
         cls._check_family(found)
         return load(found, progress)
 

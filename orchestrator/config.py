@@ -127,10 +127,11 @@ class SpeculativeConfig(BaseModel):
     )
 
     def __init__(self, **values: Any) -> None:
-        try:
-            super().__init__(**renamed(values))
-        except ValidationError as error:
-            raise configuration_error(error, type(self)) from error
+        with renamed(values) as own:
+            try:
+                super().__init__(**own)
+            except ValidationError as error:
+                raise configuration_error(error, type(self)) from error
 
     @model_validator(mode="after")
     def _check(self) -> SpeculativeConfig:

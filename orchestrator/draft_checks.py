@@ -167,6 +167,11 @@ class _Checks:
             check_width(shape.num_draft_tokens + 1)
             check_trees(self.rule, shape)
             check_depth(spec, shape, self.config.k if spec.k is None else spec.k)
+            if not shape.is_chain and isinstance(self.config.k, tuple | str):
+                raise ConfigurationError(
+                    f"k: expected one number, since {spec} drafts a {shape}, got several; give one number, or let it "
+                    "draft a chain"
+                )
 
 
 def _text(row: DrafterRow, options: dict[str, Any], k: int) -> DraftShape:

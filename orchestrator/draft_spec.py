@@ -27,6 +27,7 @@ from numbers import Integral
 from pathlib import Path
 
 from paceline.core.errors import ConfigurationError
+from paceline.decoder.options import renamed
 from paceline.registry import ACCEPTANCE_RULES, DRAFTERS
 
 CHOICE = "choice"
@@ -165,6 +166,8 @@ def _parse_mapping(entry: Mapping[object, object]) -> DraftSpec:
 
 def _spec(kind: str, source: str, options: dict[str, object]) -> DraftSpec:
     """Return the checked value: an existing name, a path if one is needed, k as a number."""
+    with renamed(options) as own:
+        options = own
     path: object = source if kind == "path" else options.pop("path", None)
     name = source if kind == "type" else None
     if name == CHOICE:
