@@ -86,7 +86,6 @@ class SamplingDecoder(CompiledDecoder):
         self.generator.compile()
 
     def sibling(self) -> SamplingDecoder:
-        """Return a decoder as `CompiledDecoder.sibling` does."""
         sibling = super().sibling()
         assert isinstance(sibling, SamplingDecoder)
         sibling.__dict__.pop("generator", None)
@@ -105,7 +104,6 @@ class AutoDecoder:
 
     @classmethod
     def _check_family(cls, found: Loadable) -> None:
-        """Raise CheckpointError if this class does not load a checkpoint's family."""
         if cls.families and found.config.model_type not in cls.families:
             raise CheckpointError(
                 f"{found.folder}: model_type: expected {', '.join(cls.families)} for {cls.__name__}, got "

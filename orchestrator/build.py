@@ -197,7 +197,6 @@ class _Builder:
         self.width = self.plain_steps if self.plain_steps > 1 else shape.depth + 1
 
     def engine(self) -> Engine:
-        """The engine."""
         drafter, target, config = self.drafter, self.target, self.config
         pace, rest, most = None, None, drafter.draft_shape.depth
         if self.plain_steps > 1:
@@ -230,7 +229,6 @@ class _Builder:
         return Engine(self.slots, rounds, shape, target.prefix_cache if config.prefix_caching else None)
 
     def _plan(self, length: int) -> RoundPlan:
-        """The plan of rounds that draft ``length`` tokens."""
         drafter, full = self.drafter, self.drafter.draft_shape.depth
         short = drafter if length in (0, full) else drafter.shortened(length)
         as_drafted = self.own or not (self.one_width or short is drafter)
@@ -259,7 +257,6 @@ class _Builder:
         )
 
     def _predicted(self) -> RoundPlan:
-        """The plan for requests some of which bring a prediction."""
         # If nothing else drafts: the number of tokens that plain steps in one graph commit.
         shape = self.shape if self.shape.num_draft_tokens else DraftShape.chain(self.width - 1)
         drafter = RowDrafter(self.drafter, self.slots, draft_shape=shape)
@@ -298,11 +295,7 @@ class _Builder:
         )
 
     def _fused(self, drafter: Drafter, shape: DraftShape) -> TraceableDrafter | None:
-        """Return the drafter if it shares a graph with a verifier of that shape.
-
-        Raises:
-            ConfigurationError: the option was given by name, and cannot be applied.
-        """
+        """Return the drafter if it shares a graph with a verifier of that shape."""
         chains = drafter.draft_shape.is_chain and shape.is_chain
         if self.can_fuse and (chains or drafter.draft_shape == shape):
             assert isinstance(drafter, TraceableDrafter)
@@ -318,12 +311,10 @@ class _Builder:
 
 
 def _on_other_ranks(state: nn.Module, target: CompiledDecoder) -> bool:
-    """Whether a draft model runs on other ranks than the target."""
     return isinstance(state, ModelWithCache) and state.group != target.body.group
 
 
 def _widened(shape: DraftShape, width: int) -> DraftShape:
-    """A chain that fills ``width`` rows."""
     if isinstance(width, bool) or not isinstance(width, int):
         raise ConfigurationError(f"verify_width: expected an integer or None, got {width!r}; correct it")
     nodes = shape.num_draft_tokens

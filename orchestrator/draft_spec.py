@@ -61,7 +61,6 @@ class DraftSpec:
     parts: tuple[DraftSpec, ...] = ()
 
     def __str__(self) -> str:
-        """Write the spec in the grammar, for messages."""
         source = self.name or str(self.path)
         if self.value is not None:  # a decoder knows its folder
             source = str(getattr(self.value, "folder", None) or type(self.value).__name__)
@@ -99,7 +98,6 @@ class RuleSpec:
     value: object = None
 
     def __str__(self) -> str:
-        """Write the rule in the grammar."""
         return _written(self.name or type(self.value).__name__, self.options)
 
 
@@ -109,11 +107,7 @@ def _written(source: str, options: Sequence[tuple[str, object]]) -> str:
 
 
 def parse_draft(draft: object) -> tuple[DraftSpec, ...]:
-    """The drafters of a draft option, in order; empty for plain decoding.
-
-    Raises:
-        ConfigurationError: it does not match the grammar, or names no drafter.
-    """
+    """The drafters of a draft option, in order; empty for plain decoding."""
     draft = _from_json(draft)
     if isinstance(draft, list | tuple) and not _is_pair(draft):
         return tuple(spec for entry in draft for spec in parse_draft(entry))
@@ -124,7 +118,6 @@ def parse_draft(draft: object) -> tuple[DraftSpec, ...]:
 
 
 def _is_pair(entry: Sequence[object]) -> bool:
-    """Whether it is (drafter, k)."""
     return isinstance(entry, tuple) and len(entry) == 2 and integer(entry[1]) is not None
 
 

@@ -122,11 +122,7 @@ def _adapted(config: SpeculativeConfig, drafts: Sequence[_InProcessDraft]) -> Sp
 
 
 def _in_process_drafts(config: SpeculativeConfig, where: str) -> tuple[_InProcessDraft, ...]:
-    """Return the drafters of a target that have weights, with what is known of them without loading any.
-
-    Raises:
-        PlanError: a folder holds neither a model nor heads.
-    """
+    """Return the drafters of a target that have weights, with what is known of them without loading any."""
     drafts = []
     for spec in config.leaves():
         if spec.path is None:
@@ -176,12 +172,10 @@ class ModelSpec:
 
     @property
     def k(self) -> int:
-        """Maximum number of drafted tokens per round."""
         return self.speculative.max_k
 
     @property
     def n_positions(self) -> int:
-        """Maximum sequence length."""
         return self.options.longest(self.config.max_position_embeddings)
 
 
@@ -270,11 +264,7 @@ def read_models(file: Path) -> tuple[ModelSpec, ...]:
 
 
 def read_fault_policy_entry(file: Path) -> object:
-    """Return the key ``fault_policy`` of a YAML file as written; an empty mapping if it is absent.
-
-    Raises:
-        PlanError: the file cannot be read.
-    """
+    """Return the key ``fault_policy`` of a YAML file as written; an empty mapping if it is absent."""
     return _read(file).fault_policy
 
 
@@ -367,7 +357,6 @@ def _paired(entry: ModelEntry, specs: Mapping[str, ModelSpec]) -> ModelSpec:
 
 
 def _check_pair(draft: ModelSpec, name: str, specs: Mapping[str, ModelSpec]) -> None:
-    """Raise PlanError unless ``draft`` can draft for the model called ``name``."""
     if name not in specs or name == draft.name:
         raise PlanError(f"{draft.name!r}: draft_of: expected another model of the file, got {name!r}; correct it")
     target = specs[name]
