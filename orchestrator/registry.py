@@ -276,7 +276,6 @@ _GIVEN = frozenset(
 
 
 def resolve(path: str) -> Any:
-    """Import the object of a row's path."""
     module, _, attributes = path.partition(":")
     value: Any = importlib.import_module(module)
     for attribute in attributes.split("."):

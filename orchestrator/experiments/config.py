@@ -57,9 +57,9 @@ def _apart(values: Any, **parts: frozenset[str]) -> Any:
     """Keys of a file, those of each part in a separate mapping."""
     if not isinstance(values, Mapping):
         return values
-    values = renamed(values)
-    own = {key: value for key, value in values.items() if not any(key in keys for keys in parts.values())}
-    found = {name: {key: values[key] for key in keys if values.get(key) is not None} for name, keys in parts.items()}
+    with renamed(values) as named:
+        own = {key: value for key, value in named.items() if not any(key in keys for keys in parts.values())}
+    found = {name: {key: named[key] for key in keys if named.get(key) is not None} for name, keys in parts.items()}
     return {**own, **{name: given for name, given in found.items() if name not in own}}
 
 
