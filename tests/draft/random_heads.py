@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import transformers  # by attribute: 4.57, which torch_xla's tests have, lacks Gemma 4
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4TextConfig
 
 from paceline import SpeculativeGenerator
 from paceline.auto import SamplingDecoder
@@ -166,7 +166,7 @@ def assistant(target: SamplingDecoder, k: int) -> AssistantDrafter:
     return AssistantDrafter(AssistantHead(made, weights, target.body), target, k)
 
 
-def save_assistant(folder: Path, target: ModelConfig, **changes: object) -> Gemma4AssistantForCausalLM:
+def save_assistant(folder: Path, target: ModelConfig, **changes: object) -> transformers.Gemma4AssistantForCausalLM:
     """Write a random assistant for a Gemma 4 as transformers does; return its module."""
     full = target.of_layer(0)
     text = {
@@ -187,9 +187,10 @@ def save_assistant(folder: Path, target: ModelConfig, **changes: object) -> Gemm
         "num_kv_shared_layers": 3,
     }
     sizes = {"num_centroids": 12, "centroid_intermediate_top_k": 5, "backbone_hidden_size": target.hidden_size}
-    config = Gemma4AssistantConfig(text_config=Gemma4TextConfig(**text), **{**sizes, **changes})
+    text_config = transformers.Gemma4TextConfig(**text)
+    config = transformers.Gemma4AssistantConfig(text_config=text_config, **{**sizes, **changes})
     torch.manual_seed(1)
-    made = Gemma4AssistantForCausalLM(config).eval()
+    made = transformers.Gemma4AssistantForCausalLM(config).eval()
     for name, x in made.named_parameters():
         torch.nn.init.normal_(x, 1.0 if "norm" in name else 0.0, 0.2)
     made.model.embed_tokens.weight.data[FREQUENT:] *= 0.05
