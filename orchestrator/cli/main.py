@@ -76,11 +76,11 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 def _summaries(module: str) -> dict[str, str]:
     """First paragraph of the help of each command of a module, which is not imported."""
     found = {}
-    for node in ast.parse(Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8")).body:
-        marks = node.decorator_list if isinstance(node, ast.FunctionDef) else []
-        for mark in (one for one in marks if isinstance(one, ast.Call)):
+    tree = ast.parse(Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8"))
+    for node in (one for one in tree.body if isinstance(one, ast.FunctionDef)):
+        for mark in (one for one in node.decorator_list if isinstance(one, ast.Call)):
             given = [*mark.args, *(one.value for one in mark.keywords if one.arg == "name")]
-            name = next((one.value for one in given if isinstance(one, ast.Constant)), node.name)
+            name = next((str(one.value) for one in given if isinstance(one, ast.Constant)), node.name)
             found[name] = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
     return found
 
