@@ -246,7 +246,6 @@ def summary(rows: Sequence[Row]) -> dict[str, dict[str, float | None]]:
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--llama", type=Path, help="folder of llama-bench, llama-server and llama-quantize")
     parser.add_argument("--ggml", type=Path, help="folder of other libraries of llama.cpp")
