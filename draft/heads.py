@@ -125,7 +125,11 @@ class AutoregressiveHead(CachedHead):
 
     If it reads features, a row belongs to a pair: the feature at p and the token at p + 1. `read` returns the hidden
     state that predicts the first drafted token.
+
+    sees_drafts  a draft reads those before it; otherwise every node of a tree is read alone, at the last committed row
     """
+
+    sees_drafts = True
 
     @abstractmethod
     def next(self, token: Tensor, hidden: Tensor, place: CachePosition) -> Tensor:
@@ -252,6 +256,7 @@ class ParallelStep(nn.Module):
         return self.head.kernels.sample_tokens(logits.contiguous(), positions, sampling)
 
 
+Rank = Callable[..., tuple[Tensor, Tensor]]
 Extend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Tokens [B, n] of inner nodes, states [B, n, H] of their parents, whose rows are [B, n] -> their states [B, n, H]."""
 
@@ -286,13 +291,13 @@ class LevelTree(nn.Module):
         self.register_buffer(name, torch.tensor(values, dtype=torch.int32))
 
     def grown(
-        self, head: AutoregressiveHead, hidden: Tensor, extend: Extend, *, position: Tensor, sampling: SamplingTensors
+        self, rank: Rank, hidden: Tensor, extend: Extend, *, position: Tensor, sampling: SamplingTensors
     ) -> Tensor:
         """Draft from the root's state ``hidden`` [B, 1, H]; position [B, 1] int32 of the first drafts -> [B, N]."""
         levels: list[Tensor] = []
         for level, most in enumerate(self._choices, 1):
             at = (position + (level - 1)).expand(-1, hidden.shape[1]).contiguous()
-            picks, _ = head.rank_tokens(hidden, at, sampling, count=most)
+            picks, _ = rank(hidden, at, sampling, count=most)
             tokens = picks.flatten(1).index_select(1, self.get_buffer(f"pick_{level}"))
             levels.append(tokens)
             if level < len(self._choices):
@@ -327,6 +332,10 @@ class NextTreeStep(nn.Module):
         rows = [torch.full_like(last, tree.ROOT).unsqueeze(1)]
 
         def extend(nodes: Tensor, hidden: Tensor, parents: Tensor) -> Tensor:
+            if not head.sees_drafts:
+                alone = head.next_place(row + last, 1, self._bucket, sampling=sampling)
+                pairs = zip(nodes.split(1, 1), hidden.split(1, 1), strict=True)
+                return torch.cat([head.next(node.contiguous(), state, alone) for node, state in pairs], 1)
             for every, new in ((read, nodes), (states, hidden), (rows, parents)):
                 every.append(new)
             window, ancestry = torch.cat(read, 1), Tree.of(torch.cat(rows, 1))
@@ -334,7 +343,7 @@ class NextTreeStep(nn.Module):
             return head.next(window, torch.cat(states, 1), at)[:, -nodes.shape[1] :].contiguous()
 
         position = (first_row + count).unsqueeze(1)
-        return (self.levels.grown(head, root, extend, position=position, sampling=sampling),)
+        return (self.levels.grown(head.rank_tokens, root, extend, position=position, sampling=sampling),)
 
 
 class ReadStep(nn.Module):
@@ -361,7 +370,6 @@ class MoveRowsStep(nn.Module):
         self.head, self._bucket = head, bucket
 
     def forward(self, slot: Tensor, to: Tensor) -> tuple[Tensor]:
-        """slot, to [1] int32 -> to"""
         move_rows(self.head.caches(), slot, to, count=self._bucket)
         return (to + 0,)
 
@@ -453,7 +461,6 @@ class HeadDrafter(TraceableDrafter):
         return self.decoder.bucket_for(rows + (self.draft_shape.depth if self._has_cache else 0))
 
     def add_request(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
-        """Do the work of `read_request` without pauses."""
         finish(self.read_request(slot, prompt, features))
 
     def read_request(
@@ -467,12 +474,10 @@ class HeadDrafter(TraceableDrafter):
             yield from self.read_in_chunks(slot, prompt[row_shift(self.head) :], features=features, shared=True)
         self._forget(slot)  # now, because rounds until now included commits of this slot
 
-    def finish_request(self, slot: int) -> None:
-        """Forget the commits of a slot; the next request overwrites the cache rows."""
+    def finish_request(self, slot: int) -> None:  # the next request overwrites the cache rows
         self._forget(slot)
 
     def _forget(self, slot: int) -> None:
-        """Forget the commits of a slot whose request is finished."""
         for commit, finished in self._pending:
             if not finished:  # slots without a request: only their commits start at row 0
                 finished.update(other for other, row in enumerate(commit.first_row.tolist()) if row == 0)
@@ -494,8 +499,7 @@ class HeadDrafter(TraceableDrafter):
             key = GraphKey("move", bucket=bucket, variant=self.step_key(bucket).kind)
             self._graph(key, partial(MoveRowsStep, self.head), slot_numbers(slot, to))
 
-    def update(self, commit: Commit) -> None:
-        """Keep the commit: the step reads the last commit itself."""
+    def update(self, commit: Commit) -> None:  # the step reads the last commit itself
         if self.max_positions is not None:
             self._pending.append((commit, set()))
 
@@ -516,14 +520,12 @@ class HeadDrafter(TraceableDrafter):
                 self.read(slot, tokens, start=row - row_shift(self.head), features=read)
 
     def propose(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> Proposal:
-        """Draft outside of the verifier's graph."""
         out = self._outputs(commit, sampling, limits)
         if self.draft_shape.dynamic:
             return Proposal(out[0], out[1])
         return Proposal(out[0], self.draft_shape.parents, out[1] if len(out) > 1 else None)
 
     def _outputs(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> Sequence[Tensor]:
-        """Run the step for a round in a separate graph; return its outputs."""
         del self._pending[-1:]  # the step reads it
         self.catch_up()
         inputs = [commit.tokens, commit.count, commit.first_row, sampling.params, sampling.seeds]
@@ -577,7 +579,6 @@ class HeadDrafter(TraceableDrafter):
                 yield
 
     def _graph(self, key: GraphKey, make: Callable[[int], nn.Module], inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Run a step of this drafter."""
         shares_state = self.state is self.decoder.body  # then nothing in it belongs to another model
         step = self.decoder.graph(
             key,

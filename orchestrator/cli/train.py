@@ -103,14 +103,14 @@ def medusa(
             heads.heads, heads.layers, sizes.hidden_size, sizes.vocab_size, heads.tie_lm_head, base=target.name
         )
         texts.check_room(sizes.max_position_embeddings, config.heads)
-        stream, work = training_data(data, target, dtype=files.data_dtype).stream, files.make_work()
+        given, work = training_data(data, target, dtype=files.data_dtype), files.make_work()
         from paceline.heads.frozen_model import FrozenTarget
         from paceline.heads.trainer import distributed
         from paceline.medusa import train
 
         with distributed(training.device), _reports("training Medusa heads") as report, _until_terminated():
             frozen = FrozenTarget(target, precision=training.precision, device=training.device)
-            states = train.gather(frozen, stream, texts, work=work, report=report)
+            states = train.gather(frozen, given, texts, work=work, report=report)
             accuracy = train.train(
                 frozen,
                 config,
@@ -305,9 +305,9 @@ def _train(
     device: str,
     check: Callable[[ModelConfig], None],
     train: Callable[[TrainingData, Path, Progress], list[float] | None],
-    as_json: bool,
+    show: Callable[[list[float]], None],
 ) -> None:
-    """Read the data, train, and print the acceptance: greedy chains of 1, 2, ... right drafts."""
+    """Read the data, train, and ``show`` the acceptance: greedy chains of 1, 2, ... right drafts."""
     with console.refusals():
         given = training_data(data, target, dtype=files.data_dtype)
         check(ModelConfig.from_pretrained(target))
@@ -321,7 +321,7 @@ def _train(
     if shares is None:
         console.say(console.err(), _STOPPED)
         raise typer.Exit(console.UNFINISHED)
-    console.values(label, {"greedy chains": shares}, as_json=as_json)
+    show(shares)
 
 
 @command(app, "eagle")
@@ -350,7 +350,7 @@ def eagle(
         device=training.device,
         check=partial(train.check, head, texts),
         train=run,
-        as_json=as_json,
+        show=lambda shares: console.values(label, {"version": head.version, "greedy chains": shares}, as_json=as_json),
     )
 
 
@@ -372,8 +372,16 @@ def dflash(
 
         return train_dflash(target, given, head, texts=texts, options=training, work=work, out=files.out, report=report)
 
+    label = "a DFlash head"
     _train(
-        "a DFlash head", target, data, files=files, device=training.device, check=head.check, train=run, as_json=as_json
+        label,
+        target,
+        data,
+        files=files,
+        device=training.device,
+        check=head.check,
+        train=run,
+        show=lambda shares: console.values(label, {"greedy chains": shares}, as_json=as_json),
     )
 
 
@@ -397,15 +405,16 @@ def pard(
             target, given, decoder, texts=texts, options=training, work=work, out=files.out, report=report
         )
 
+    label = "a PARD decoder"
     _train(
-        "a PARD decoder",
+        label,
         target,
         data,
         files=files,
         device=training.device,
         check=decoder.check,
         train=run,
-        as_json=as_json,
+        show=lambda shares: console.values(label, {"greedy chains": shares}, as_json=as_json),
     )
 
 
