@@ -106,14 +106,14 @@ def medusa(files: TrainingFiles, *, heads: MedusaHeadOptions, texts: MedusaTexts
             heads.heads, heads.layers, sizes.hidden_size, sizes.vocab_size, heads.tie_lm_head, base=files.target.name
         )
         texts.check_room(sizes.max_position_embeddings, config.heads)
-        stream, work = files.read().stream, files.make_work()
+        given, work = files.read(), files.make_work()
         from paceline.heads.frozen_model import FrozenTarget
         from paceline.heads.trainer import distributed
         from paceline.medusa import train
 
         with distributed(training.device), _reports("training Medusa heads") as report, _until_terminated():
             frozen = FrozenTarget(files.target, precision=training.precision, device=training.device)
-            states = train.gather(frozen, stream, texts, work=work, report=report)
+            states = train.gather(frozen, given, texts, work=work, report=report)
             accuracy = train.train(
                 frozen,
                 config,
@@ -322,7 +322,8 @@ def _train(
             )
             if rank():
                 return
-    files.show(label, None if shares is None else {"greedy chains": shares})
+    version = {"version": head.version} if isinstance(head, EagleHeadOptions) else {}
+    files.show(label, None if shares is None else {**version, "greedy chains": shares})
 
 
 @command(app, "eagle")

@@ -55,7 +55,13 @@ def mtp(target: SamplingDecoder, k: int | DraftShape, layout: MtpLayout = SPECUL
 
 
 def mlp_speculator(
-    folder: Path, target: SamplingDecoder, k: int, *, tied: bool = False, scale_input: bool = True
+    folder: Path,
+    target: SamplingDecoder,
+    k: int,
+    *,
+    tied: bool = False,
+    scale_input: bool = True,
+    draft_tree: str = "chain",
 ) -> MlpSpeculatorDrafter:
     """A drafter with random stages, through the disk, under the names of published files."""
     sizes = MlpSpeculatorConfig(
@@ -66,7 +72,7 @@ def mlp_speculator(
         if name.startswith("head"):
             weights[name][FREQUENT:] *= 0.05
     save_mlp_speculator(folder, sizes, weights)
-    return MlpSpeculatorDrafter.from_pretrained(folder, target, k)
+    return MlpSpeculatorDrafter.from_pretrained(folder, target, k, draft_tree=draft_tree)
 
 
 def save_mlp_speculator(folder: Path, sizes: MlpSpeculatorConfig, weights: dict[str, Tensor]) -> None:
@@ -158,7 +164,7 @@ def assistant_weights(config: AssistantConfig) -> dict[str, Tensor]:
     return {**weights, **({"order": order.view(config.clusters, -1)} if config.clusters else {})}
 
 
-def assistant(target: SamplingDecoder, k: int) -> AssistantDrafter:
+def assistant(target: SamplingDecoder, k: int | DraftShape) -> AssistantDrafter:
     """A drafter with a random assistant."""
     made = assistant_config(target.config, clusters=12)
     types = {torch.float32: target.options.dtype}
@@ -226,6 +232,25 @@ def simulated_rounds(text: list[int], begin: int, k: int, draft: Callable[[list[
         right = next((i for i, token in enumerate(drafted) if token != text[begin + i]), k)
         accepted.append(right)
         begin += right + 1
+    return accepted
+
+
+TREE = "tree:-1,-1,0,0,1,2"
+
+
+def simulated_tree_rounds(text: list[int], begin: int, logits: Callable[[list[int], list[int]], Tensor]) -> list[int]:
+    """Accepted levels of each round with `TREE`; the first ``begin`` tokens of a text are known. ``logits`` [V]: after
+    a known text and a node's path, decoded alone; child r of a node is the token of rank r.
+    """
+    accepted = list[int]()
+    while begin + 3 <= len(text):
+        paths: list[list[int]] = []
+        for parent, rank in zip((-1, -1, 0, 0, 1, 2), (0, 1, 0, 1, 0, 0), strict=True):
+            path = [] if parent < 0 else paths[parent]
+            paths.append([*path, int(logits(text[:begin], path).topk(2).indices[rank])])
+        right = [len(path) for path in paths if path == text[begin : begin + len(path)]]
+        accepted.append(max([0, *right]))
+        begin += accepted[-1] + 1
     return accepted
 
 
