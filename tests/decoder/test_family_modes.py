@@ -1,8 +1,4 @@
-"""Families of every choice on two ranks: the tokens of the whole model. With drafters: the equality matrix.
-
-Sums of partial products are rounded otherwise than a whole product, so that equal tokens are what is to be expected but
-at a near-tie.
-"""
+"""Families of every choice on two ranks: the tokens of the whole model. With drafters: the equality matrix."""
 
 from __future__ import annotations
 

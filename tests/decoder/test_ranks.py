@@ -1,7 +1,6 @@
 """A model divided over processes gives the tokens of the whole one, in every mode; and its processes end.
 
-Sums of partial products are rounded otherwise than a whole product: in float32 logits differ by some 1e-5, so that
-equal tokens are what is to be expected but at a near-tie. Between modes of one degree nothing differs at all.
+Sums of partial products are rounded otherwise: logits differ by some 1e-5, so that tokens are equal but at a near-tie.
 """
 
 from __future__ import annotations
@@ -222,7 +221,6 @@ def gone(processes: list[int]) -> bool:
 
 @pytest.fixture
 def alone(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> SamplingDecoder:
-    """A decoder in separate processes."""
     monkeypatch.setattr("paceline.decoder.backends.eager.shared", Ranks)
     return load(workshop, 2)
 
