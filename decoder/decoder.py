@@ -97,9 +97,8 @@ class ModelWithCache(nn.Module):
         """Hidden states and features of a window of real tokens in the first slots. tokens [B, T], row [B].
 
         A row past the last position is clamped to it: results of such a slot are not used. ``sampling`` marks the slots
-        that
-        hold a request, and ``used`` [B] how many of their rows are needed (None: all); results of others are any finite
-        numbers.
+        that hold a request, and ``used`` [B] how many of their rows are needed (None: all); results of others are any
+        finite numbers.
         """
         row = row.clamp(max=self.options.n_positions - 1)
         count = None if sampling is None else self.real_rows(sampling, tokens.shape[1] if used is None else used)
@@ -252,8 +251,7 @@ class CompiledDecoder:
         """Return the step ``make(body, key.bucket)`` for the shapes of ``example``, made once per key and owner.
 
         ``guest`` gives facts of another model in the same step, and ``owner`` the object that holds that model: two
-        models of
-        one shape share an artefact and have separate steps.
+        models of one shape share an artefact and have separate steps.
         """
         step = self._steps.get((key, id(owner)))
         if step is None:

@@ -37,8 +37,7 @@ def cores() -> int:
 
 def threads(usual: int, topology: Path = Path("/sys/devices/system/cpu")) -> int:
     """Return the number of threads for CPU kernels: the physical cores, whose hardware threads share their arithmetic,
-    if
-    ``usual``, OpenMP's number, is that of all hardware threads and OMP_NUM_THREADS does not set it.
+    if ``usual``, OpenMP's number, is that of all hardware threads and OMP_NUM_THREADS does not set it.
     """
     if usual != cores() or "OMP_NUM_THREADS" in os.environ or not hasattr(os, "sched_getaffinity"):
         return usual

@@ -52,8 +52,7 @@ _FEWEST = 2048  # positions: with less room than for these, loading fails
 
 def fitting_options(shard: Shard, load: LoadOptions, room: int) -> DecoderOptions:
     """Complete options that name no length: with the model's own, half of it, and so on, until keys, values and tables
-    of
-    rotations fit into ``room`` bytes next to the weights, with an eighth to spare.
+    of rotations fit into ``room`` bytes next to the weights, with an eighth to spare.
     """
     config = shard.config
     trained = positions = config.max_position_embeddings

@@ -54,11 +54,9 @@ def renamed(options: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """Options for loading a decoder, each declared only here: Python (`AutoDecoder.from_pretrained`, `NeuronConfig`),
-    the
-    command line, models files, workers and experiments take these fields. A list becomes a tuple; a value that is
-    unknown
-    or out of range is a ConfigurationError.
+    """Options for loading a decoder, each declared in this class and nowhere else: Python
+    (`AutoDecoder.from_pretrained`, `NeuronConfig`), the command line, models files, workers and experiments take these
+    fields. A list becomes a tuple; a value that is unknown or out of range is a ConfigurationError.
     """
 
     backend: str = _option("native", f"Backend that runs the model: {', '.join(BACKENDS)}.")

@@ -107,8 +107,7 @@ class PrefixCache:
 
     def choose(self, prompt: Sequence[int], free: Sequence[int]) -> int:
         """Return the slot for a prompt: one whose own prompt it continues; else an empty one; else the one with the
-        longest prefix,
-        if more of its rows are used than lost; else the least recently used one.
+        longest prefix, if more of its rows are used than lost; else the least recently used one.
         """
         wanted = tuple(prompt)
         there = {slot: self._by_slot[slot] for slot in self._by_slot if slot in free}

@@ -31,16 +31,14 @@ class MultiRoundStep(Protocol):
     """A fused step that can run several rounds in one call, each on the commit of the one before it.
 
     Its inputs are tokens, count and first row of a commit, limits, sampling params, seeds, and features if any; its
-    outputs
-    the report of a round, then tokens, count, first row and features of the next commit, of the same shapes.
+    outputs the report of a round, then tokens, count, first row and features of the next commit, of the same shapes.
     """
 
     def run_rounds(
         self, inputs: list[Tensor], seconds: float, limits: RoundLimits
     ) -> tuple[list[RoundReport], list[Tensor]]:
         """Run rounds while ``limits`` allow them and they fit into ``seconds``, one at least. -> the report of each,
-        and the commit
-        of the last, which the next call but one overwrites
+        and the commit of the last, which the next call but one overwrites
         """
 
 
@@ -121,8 +119,7 @@ class Backend:
 
     def sampling_refusal(self) -> str | None:
         """Return why sampling is rejected on this machine, with a remedy; None if it is accepted. A device may compute
-        the noise's
-        integers otherwise, until that was checked.
+        the noise's integers otherwise, until that was checked.
         """
         return None
 

@@ -119,7 +119,7 @@ class Kernels(Protocol):
 
     @property
     def mixture(self) -> MixtureKernels | None:
-        """Kernels for a mixture of experts (MoE), if they can read active experts alone, as fixed graphs cannot."""
+        """Kernels for a mixture of experts (MoE), if they can read just the active ones, as fixed graphs cannot."""
 
     def linear(self, x: Tensor, weight: MatrixLike, count: Tensor | None = None) -> Tensor:
         """x [b, T, in] @ weight [out, in].T -> [b, T, out]

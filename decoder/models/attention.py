@@ -253,8 +253,7 @@ def alibi_slopes(heads: int, kind: Alibi = "bloom") -> list[float]:
     """Return the slope of each head (Press et al., arXiv 2108.12409): for 2^n heads a geometric sequence.
 
     For other numbers the rest are every second slope of the next power of two, as in the authors' code and BLOOM; MPT
-    takes
-    all slopes from the next power of two, every second one first.
+    takes all slopes from the next power of two, every second one first.
     """
     if kind == "mpt":
         most = 1 << (heads - 1).bit_length()

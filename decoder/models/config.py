@@ -268,8 +268,7 @@ class ModelConfig:
 
     def to_dict(self) -> dict[str, object]:
         """Return plain values, ready for JSON. Of the blueprint only what differs from Llama, so that a new option does
-        not
-        change the fingerprints of models without it.
+        not change the fingerprints of models without it.
         """
         values, usual = asdict(self), asdict(Blueprint())
         chosen = {name: value for name, value in values.pop("blueprint").items() if value != usual[name]}

@@ -267,8 +267,7 @@ class Family:
 
     def translated(self, config: Fields) -> Fields:
         """Return the file with the keys that most families use, and with defaults for absent keys; a special token that
-        is null in
-        the file stays none, and a default outside a small vocabulary is not used.
+        is null in the file stays none, and a default outside a small vocabulary is not used.
         """
         values = {key: one for key, one in config.values.items() if key not in self.renamed}
         for old, new in self.renamed.items():

@@ -127,7 +127,7 @@ class Gemma4Layer(nn.Module):
         return hidden if self.factor is None else hidden * self.factor, kept
 
     def _read(self, hidden: Tensor, own: Tensor, real: Tensor | None) -> Tensor:
-        """What the layer's own input adds to hidden states, [b, T, H]."""
+        """The part that the layer's own input adds to hidden states, [b, T, H]."""
         gate = self._kernels.activate(self._kernels.linear(hidden, self.gate, real), self._activation, gated=False)
         added: Tensor = self.input_norm(self._kernels.linear(gate * own, self.projection, real))
         return added

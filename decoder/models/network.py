@@ -63,8 +63,7 @@ class DecoderModel(nn.Module):
         reads: FeatureSpec | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """tokens [b, T] int32 -> hidden [b, T, H], before the head, and the requested features [b, T, F]. Changes
-        ``caches``; with
-        those of the first layers alone, the others are left out.
+        ``caches``; with those of the first layers, the others are left out.
         """
         at = place.positions(tokens.shape[1]).clamp(max=self._last)
         first = self._entered(embedded(tokens, self.embedding, self.ids, group=self._group, kernels=self._kernels), at)
@@ -118,9 +117,7 @@ class DecoderModel(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP with their norms, each added to the residual stream; fused kernels serve blocks equal to
-    Llama's.
-    """
+    """Attention and MLP with their norms, each added to the residual stream; fused kernels if it is Llama's."""
 
     def __init__(self, part: Part, weights: Weights, index: int) -> None:
         super().__init__()

@@ -20,8 +20,7 @@ from paceline.decoder.models.config import ROPE_TYPES, RopeConfig, check_positio
 
 def rope_tables(config: RopeConfig, head_dim: int, positions: int) -> tuple[Tensor, Tensor]:
     """Return cos and sin, each float32 [positions, head_dim]: the head_dim / 2 angles twice, as `apply_rope` reads
-    them,
-    multiplied by the type's attention scaling.
+    them, multiplied by the type's attention scaling.
     """
     if positions < 1 or head_dim < 2 or head_dim % 2:
         raise ConfigurationError(

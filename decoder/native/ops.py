@@ -37,8 +37,7 @@ _HUGEPAGE, _COLLAPSE = 14, 25  # MADV_HUGEPAGE, and MADV_COLLAPSE of Linux 6.1: 
 
 def use_huge_pages(tensors: Iterable[Tensor]) -> None:
     """Move the memory of these tensors to huge pages, in place. Pages that mostly belong to other data are not moved,
-    so that
-    memory grows by little; systems without huge pages lose only speed.
+    so that memory grows by little; systems without huge pages lose only speed.
     """
     if not sys.platform.startswith("linux"):
         return

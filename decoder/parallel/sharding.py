@@ -287,7 +287,7 @@ class Shard:
         return replace(self, config=self.config.of_layer(index))
 
     def cache_numbers(self, rows: int, *, more: int = 0) -> int:
-        """Return how many numbers a rank's keys and values of ``rows`` tokens have, ``more`` beside each head."""
+        """Return how many numbers a rank's keys and values of ``rows`` tokens have; heads are ``more`` wider."""
         layers = map(self.of_layer, self.config.cached_layers)
         return 2 * rows * sum(len(one.key_heads) * (one.config.head_dim + more) for one in layers)
 

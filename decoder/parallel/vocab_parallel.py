@@ -57,8 +57,7 @@ def choose(
     """Sample tokens from logits of this rank's ids, as `Kernels.sample_tokens`: [b, T, n] -> [b, T] int32
 
     Ranks exchange the best score and its id. If a filter may be on, kernels that read values gather whole rows, on
-    which
-    the kept tokens depend; kernels with sampling modes gather the largest, and may have ids with gaps.
+    which the kept tokens depend; kernels with sampling modes gather the largest, and may have ids with gaps.
     """
     if kernels.sampling_kinds and (part.divided or part.gaps):
         return kernels.sample_tokens(logits, positions, sampling, stream=stream, part=part)
@@ -87,9 +86,7 @@ def rank(
     part: VocabPart,
     kernels: Kernels,
 ) -> tuple[Tensor, Tensor]:
-    """Rank tokens from logits of this rank's ids, as `Kernels.rank_tokens`: [b, T, n] -> [b, T, count] int32 and
-    float32
-    """
+    """Rank tokens from logits of this rank's ids, as `Kernels.rank_tokens`: [b, T, n] -> twice [b, T, count]"""
     if part.divided and kernels.sampling_kinds:
         return kernels.rank_tokens(logits, positions, sampling, count=count, part=part)
     every = whole(logits, part.size, part.group).contiguous()

@@ -357,8 +357,7 @@ def load_floats(
     path: Path, specs: Mapping[str, TensorSpec], dtype: torch.dtype, *, prefix: str, unused: Sequence[str] = ()
 ) -> dict[str, Tensor]:
     """Read what a folder has next to the network, as floats: the tensors whose names begin with ``prefix``, by the rest
-    of
-    their names, without the ``unused`` ones; with the checks of `load_weights`.
+    of their names, without the ``unused`` ones; with the checks of `load_weights`.
     """
     layout = stored_layout(path)
     found = _with_parts(_survey(path), layout[0])

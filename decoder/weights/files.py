@@ -210,8 +210,7 @@ _RANDOM = ".empty_json"
 @dataclass(frozen=True, slots=True)
 class SplitFolder:
     """A `WeightFile`: pytorch_model.bin, a folder with a file for every tensor as `save_pretrained_split` writes it: an
-    object
-    of file names by tensor names, and the files beside it. Each is opened when its tensor is read.
+    object of file names by tensor names, and the files next to it. Each is opened when its tensor is read.
     """
 
     folder: Path

@@ -92,7 +92,7 @@ def beside(index: Path, name: object, suffix: str = "") -> Path:
     plain = isinstance(name, str) and name.isprintable() and not any(sign in name for sign in "/\\:")
     if not plain or name in ("", ".", "..") or not str(name).endswith(suffix):
         raise CheckpointError(
-            f"{index}: expected names of {suffix or 'any'} files in its own folder, got {name!r}; do not use this "
-            "checkpoint unless you know who wrote it"
+            f"{index}: expected names of{suffix and ' ' + suffix} files in its own folder, got {name!r}; do not use "
+            "this checkpoint unless you know who wrote it"
         )
     return index.with_name(str(name))

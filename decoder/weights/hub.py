@@ -111,12 +111,10 @@ class HubId:
 
 
 def snapshot(name: HubId, *, newest: bool = False) -> Path:
-    """The folder of a model, or its GGUF file, downloaded where it is incomplete; ``newest``: also if an older one is
-    there.
+    """The folder of a model, or its GGUF file, downloaded where it is incomplete, or if the ``newest`` is asked for.
 
     DownloadError: the hub cannot be reached, or may not be. FetchError: it has no such model, or it is not for
-    everyone, or
-    holds nothing to load. StorageError: there is no room.
+    everyone, or holds nothing to load. StorageError: the disk has no room.
     """
     found = None if newest else _stored(name)
     if found is not None:

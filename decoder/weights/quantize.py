@@ -81,10 +81,7 @@ Stored = Tensor | QuantizedTensor
 
 
 def joined_rows(parts: Sequence[QuantizedTensor], rows: int | None = None) -> QuantizedTensor:
-    """Matrices one below the other; up to ``rows``, zeros follow. Of several formats, as some GGUF files mix them, all
-    become
-    Q8_0.
-    """
+    """Matrices one below the other; up to ``rows``, zeros follow. Formats that differ all become Q8_0."""
     if len({part.format for part in parts}) > 1:
         form = WeightFormat.Q8_0
         parts = [part if part.format is form else quantize(part.dequantize(), form) for part in parts]
@@ -239,8 +236,7 @@ _LARGEST_BITS = int(torch.tensor(E4M3_LARGEST).to(torch.float8_e4m3fn).view(torc
 
 def within_e4m3(matrix: QuantizedTensor) -> QuantizedTensor:
     """A matrix of fp8_e4m3 without numbers above `E4M3_LARGEST`: rows that have some get half of every number and twice
-    the
-    scale, which rounds only numbers below 2^-5, by half a step.
+    the scale, which rounds only numbers below 2^-5, by half a step.
     """
     assert matrix.format is WeightFormat.FP8_E4M3 and matrix.scales is not None
     rows = beyond_e4m3(matrix.data).any(1).nonzero().flatten()
@@ -262,8 +258,7 @@ def return_free_memory() -> None:
     """Ask the allocator to return its free pages to the system, where it can.
 
     glibc keeps what is freed in its heap: parts of matrices that were joined, in which the next ones may not fit, so
-    that
-    the peak of a load grows.
+    that the peak of a load grows.
     """
     if not sys.platform.startswith("linux"):
         return

@@ -117,49 +117,29 @@ def llama_3_factors(head_dim: int, theta: float) -> np.ndarray[Any, Any]:
     return np.where(wavelengths < 32 / 4.0, 1.0, np.where(wavelengths > 32.0, 8.0, between)).astype(np.float32)
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+YARN_KEYS = {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.original_context_length": 32}
 SCALINGS: dict[str, tuple[Mapping[str, object], Mapping[str, object]]] = {
-    "linear": (
-        {"rope_type": "linear", "factor": 4.0},
-        {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0},
-    ),
-    "linear, as it was written before": ({"rope_type": "linear", "factor": 4.0}, {"llama.rope.scale_linear": 4.0}),
-    "yarn": (
-        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
-        {
-            "llama.rope.scaling.type": "yarn",
-            "llama.rope.scaling.factor": 4.0,
-            "llama.rope.scaling.original_context_length": 32,
-        },
-    ),
+    "linear": ({"rope_type": "linear", "factor": 4.0}, {"scaling.type": "linear", "scaling.factor": 4.0}),
+    "linear, as it was written before": ({"rope_type": "linear", "factor": 4.0}, {"scale_linear": 4.0}),
+    "yarn": (YARN, YARN_KEYS),
     "yarn with a share of its own": (
-        {
-            "rope_type": "yarn",
-            "factor": 4.0,
-            "original_max_position_embeddings": 32,
-            "attention_factor": 1.5 * (0.1 * math.log(4.0) + 1.0),
-            "beta_fast": 16.0,
-            "beta_slow": 2.0,
-        },
-        {
-            "llama.rope.scaling.type": "yarn",
-            "llama.rope.scaling.factor": 4.0,
-            "llama.rope.scaling.original_context_length": 32,
-            "llama.rope.scaling.attn_factor": 1.5,
-            "llama.rope.scaling.yarn_beta_fast": 16.0,
-            "llama.rope.scaling.yarn_beta_slow": 2.0,
-        },
+        {**YARN, "attention_factor": 1.5 * (0.1 * math.log(4.0) + 1.0), "beta_fast": 16.0, "beta_slow": 2.0},
+        {**YARN_KEYS, "scaling.attn_factor": 1.5, "scaling.yarn_beta_fast": 16.0, "scaling.yarn_beta_slow": 2.0},
     ),
     "llama 3": (LLAMA_3, {}),
 }
+"""Settings of config.json, and keys of the file below llama.rope."""
 
 
 @pytest.mark.parametrize("name", SCALINGS)
 def test_rope_scaling_equals_the_original_models(tmp_path: Path, name: str) -> None:
     """transformers reads none of these keys, so the model before its conversion is the judge."""
     rope, keys = SCALINGS[name]
+    changes = {f"llama.rope.{key}": value for key, value in keys.items()}
     made = network(rope=rope)
     extra = {"rope_freqs.weight": llama_3_factors(64, 50000.0)} if name == "llama 3" else {}
-    decoder = load(write(tmp_path / "model.gguf", made, changes=keys, extra=extra))
+    decoder = load(write(tmp_path / "model.gguf", made, changes=changes, extra=extra))
     assert decoder.config.rope.type == {"llama 3": "longrope"}.get(name, rope["rope_type"])
     check_logits(decoder, made, atol=2e-5)
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from paceline import AutoDecoder
 from paceline.core.errors import ConfigurationError
 from paceline.decoder.kernels.protocol import CachePosition
 from paceline.decoder.kernels.torch_kernels import TorchKernels
@@ -225,7 +224,7 @@ def test_every_family_quantises_along_its_matmuls(tmp_path: Path, name: str) -> 
     first, count = torch.zeros(1, dtype=torch.int32), torch.full((1,), 12, dtype=torch.int32)
     found = []
     for quantization in (None, "int8"):
-        body = AutoDecoder.from_pretrained(tmp_path, backend="eager", amp="f32", quantization=quantization).body
+        body = tiny.load(tmp_path, quantization=quantization).body
         with torch.inference_mode():
             hidden, _ = body(tokens, CachePosition(first, count, first, families.POSITIONS))
             found.append(body.logits(hidden).flatten())
