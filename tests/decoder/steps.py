@@ -78,6 +78,7 @@ verify = partial(VerifyStep, rule=Match(), draft_shape=DraftShape.chain(NODES))
 
 
 def draft(body: ModelWithCache, bucket: int, *, vocabulary: VocabMap = SAME, **options: Any) -> nn.Module:
+    """A model that drafts."""
     return ChainStep(ModelHead(body, vocabulary, body.options), NODES, bucket, **options)
 
 
@@ -158,6 +159,7 @@ def block(body: ModelWithCache, reach: int, *, variant: str, kind: SamplingKind 
 
 
 def mtp(body: ModelWithCache, reach: int, *, layout: MtpLayout, kind: SamplingKind = "full") -> nn.Module:
+    """A random MTP layer, and the target."""
     config = mtp_config(body.config.hidden_size, VOCABULARY, layout)
     weights = random_weights(config.shapes())
     head = MtpHead(config, weights, shared=body.shared, kernels=body.kernels, options=body.options)
@@ -165,6 +167,7 @@ def mtp(body: ModelWithCache, reach: int, *, layout: MtpLayout, kind: SamplingKi
 
 
 def mlp_speculator(body: ModelWithCache, reach: int, *, kind: SamplingKind = "full") -> nn.Module:
+    """Random stages, and the target."""
     config = MlpSpeculatorConfig(NODES, body.config.hidden_size, 24, VOCABULARY, tied=False, scale_input=True)
     head = MlpSpeculatorHead(config, random_weights(config.shapes()), kernels=body.kernels, options=body.options)
     return FusedStep(head.step(NODES, reach, kind), verify(body, reach, reads=head.reads, kind=kind))
@@ -178,6 +181,7 @@ def assistant(body: ModelWithCache, reach: int, *, kind: SamplingKind = "full") 
 
 
 def layerskip(body: ModelWithCache, reach: int, *, kind: SamplingKind = "full") -> nn.Module:
+    """The target's first layer drafts for it."""
     return FusedStep(EarlyExitHead(body, 1).step(NODES, reach, kind), verify(body, reach, kind=kind))
 
 
