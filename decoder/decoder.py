@@ -1,8 +1,7 @@
 """A model with its cache on a backend: target and drafters build their graphs from it.
 
-Stores rows, never a length: rolling back is not advancing. All graphs share one set of weights and one cache. Rounds
-may run over the first slots only: requests take the lowest free slots, and a graph for R of them works on the first R
-slots of the cache (`first_slots`, `for_all_slots`). Probabilities, acceptance and loops are elsewhere.
+Stores rows, never a length: rolling back is not advancing. All graphs share one set of weights and one cache. Requests
+take the lowest free slots, and a graph for R of them works on the first R slots of the cache.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from paceline.decoder.kernels.protocol import CachePosition, Kernels, Tree
 from paceline.decoder.models import registry
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.models.layers import Weights
-from paceline.decoder.options import DecoderOptions, check_width
+from paceline.decoder.options import DecoderOptions
 from paceline.decoder.parallel.collectives import Collectives, SingleRank
 from paceline.decoder.parallel.sharding import Shard
 from paceline.decoder.parallel.vocab_parallel import SharedHead, choose, whole
@@ -73,7 +72,7 @@ class ModelWithCache(nn.Module):
 
     @property
     def caches(self) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of each layer that has its own, [slots, G, rows, D] of this rank; D + 4 elements in 8 bits."""
+        """Keys and values of layers that have their own, [slots, G, rows, D] of this rank; D + 4 in 8 bits."""
         layers = self.config.cached_layers
         return [(self.get_buffer(f"keys_{i}"), self.get_buffer(f"values_{i}")) for i in layers]
 
@@ -95,12 +94,11 @@ class ModelWithCache(nn.Module):
         sampling: SamplingTensors | None = None,
         used: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Hidden states and features of a window of real tokens in every slot, or in the first slots. tokens [B, T],
-        row [B].
+        """Hidden states and features of a window of real tokens in the first slots. tokens [B, T], row [B].
 
         A row past the last position is clamped to it: results of such a slot are not used. ``sampling`` marks the slots
-        that hold a request, and ``used`` [B] says how many of their rows are needed (None: all). Others may be skipped;
-        their results are then any finite numbers.
+        that hold a request, and ``used`` [B] how many of their rows are needed (None: all); results of others are any
+        finite numbers.
         """
         row = row.clamp(max=self.options.n_positions - 1)
         count = None if sampling is None else self.real_rows(sampling, tokens.shape[1] if used is None else used)
@@ -139,8 +137,7 @@ class ModelWithCache(nn.Module):
     def sample_tokens(
         self, hidden: Tensor, positions: Tensor, sampling: SamplingTensors, *, used: Tensor | None = None
     ) -> Tensor:
-        """Return the tokens that `Kernels.sample_tokens` samples from `logits`, which a sharded model need not gather
-        for it.
+        """The tokens that `Kernels.sample_tokens` samples from `logits`, which a sharded model need not gather for it.
 
         hidden [b, T, H], positions [b, T] int32, used [b] as in `window` -> [b, T] int32; any id in rows not used
         """
@@ -185,10 +182,9 @@ def load_rank(
 class CompiledDecoder:
     """One model on one backend.
 
-    ``graph`` prepares a step for a bucket of the cache length: recorded, compiled or loaded from the cache.
     ``on_graph`` is called when a compiler begins, and again when a graph is ready. ``last_holder``: the last caller of
     `held_by`, whose sequences the slots hold. ``batch_buckets``: numbers of slots for which rounds have graphs,
-    ascending; if kernels skip idle slots, one graph serves all.
+    ascending.
     """
 
     def __init__(self, config: ModelConfig, options: DecoderOptions, weights: Weights, *, backend: Backend) -> None:
@@ -252,10 +248,10 @@ class CompiledDecoder:
         guest: Callable[[], dict[str, object]] | None = None,
         owner: object | None = None,
     ) -> Step:
-        """Return the step ``make(body, key.bucket)`` for the shapes of ``example``. Made once per key and owner.
+        """Return the step ``make(body, key.bucket)`` for the shapes of ``example``, made once per key and owner.
 
-        ``guest`` gives further facts of another model in the same step, and ``owner`` the object that holds that model:
-        two models of one shape share an artefact and have separate steps.
+        ``guest`` gives facts of another model in the same step, and ``owner`` the object that holds that model: two
+        models of one shape share an artefact and have separate steps.
         """
         step = self._steps.get((key, id(owner)))
         if step is None:
@@ -295,7 +291,7 @@ class CompiledDecoder:
         self.backend.save([graph for graph, _ in self._used], Path(folder))
 
     def load(self, folder: str | Path) -> None:
-        """Use graphs that ``save`` wrote; raise ArtefactError if none fit this model, its options, version and machine."""
+        """Use graphs that ``save`` wrote; raise ArtefactError if none fit this model, its options and machine."""
         self.backend.load(Path(folder), self.cache_key())
 
     @contextmanager
@@ -335,10 +331,6 @@ class CompiledDecoder:
     def close(self) -> None:
         """Release the processes of other ranks, if any; also done when the decoder is garbage-collected."""
         self.backend.close()
-
-    def check_width(self, width: int) -> None:
-        """Raise ConfigurationError for too wide a window."""
-        check_width(width)
 
     def cache_key(self) -> dict[str, object]:
         """Facts on which every graph of this decoder depends, in addition to the source."""

@@ -1,17 +1,11 @@
 """Environment variables of a decoding process: all that are read, and all that are written.
 
-Variables of workers and their cores are in `paceline.placement.host.environment`, those of Neuron and XLA in
-`paceline.neuron.environment`.
-
 PACELINE_CACHE  folder of CPU kernels, Neuron's graphs and fetched models; default ~/.cache/paceline
 CXX             the C++ compiler; default g++
 OMP_NUM_THREADS threads of the CPU kernels; default: the physical cores of the process's affinity
 
-Read by the Hugging Face hub client if a model is given by its id:
-
-    HF_HOME, HF_HUB_CACHE  folder of models; HF_HUB_OFFLINE: no downloads; HF_ENDPOINT: another hub; HF_TOKEN
-
-The cores of a process are set by its parent (`paceline.placement`), never by this module.
+The Hugging Face hub client reads HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE, HF_ENDPOINT and HF_TOKEN. The cores of a
+process are set by its parent (`paceline.placement.host.environment`).
 """
 
 from __future__ import annotations
@@ -42,8 +36,8 @@ def cores() -> int:
 
 
 def threads(usual: int, topology: Path = Path("/sys/devices/system/cpu")) -> int:
-    """Return the number of threads for CPU kernels: the physical cores, if ``usual``, OpenMP's number, is that of all
-    hardware threads and OMP_NUM_THREADS does not set it. The threads of a core share its arithmetic and its caches.
+    """Return the number of threads for CPU kernels: the physical cores, whose hardware threads share their arithmetic,
+    if ``usual``, OpenMP's number, is that of all hardware threads and OMP_NUM_THREADS does not set it.
     """
     if usual != cores() or "OMP_NUM_THREADS" in os.environ or not hasattr(os, "sched_getaffinity"):
         return usual

@@ -1,8 +1,4 @@
-"""Identity of a graph within its decoder, and the events that a decoder reports while it makes graphs.
-
-A graph is requested by this value only. Its string form is for messages: it is never parsed, and files are named by a
-hash of everything on which the graph depends (`paceline.decoder.compile.cache`).
-"""
+"""Identity of a graph within its decoder, never parsed from text, and the events that a decoder reports."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """A checkpoint's JSON files, read with errors that name the file and the key.
 
-It knows JSON objects and the types of their values; it does not know what any key means.
 A key whose value is ``null`` counts as absent, because Hugging Face writes unset options either way.
 """
 
@@ -97,7 +96,7 @@ class Fields:
         return Fields(value, f"{self.where}: {key}")
 
     def ids(self, key: str) -> tuple[int, ...] | None:
-        """Return one token id or a list, without repeats and negative ids (an old "none"); None if the key is absent."""
+        """Return one token id or a list, without repeats and negative ids (an old "none"); None if there is none."""
         value = self.values.get(key)
         if value is None:
             return None

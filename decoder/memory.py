@@ -1,7 +1,4 @@
-"""Memory of a decoder against that of this machine, before anything is loaded and without PyTorch.
-
-A model's own number of positions often exceeds the memory, and the system reports that late, by killing the process.
-"""
+"""Memory of a decoder against that of this machine, before loading: the system would kill the process late."""
 
 from __future__ import annotations
 
@@ -54,8 +51,8 @@ _FEWEST = 2048  # positions: with less room than for these, loading fails
 
 
 def fitting_options(shard: Shard, load: LoadOptions, room: int) -> DecoderOptions:
-    """Complete options that name no length: with the model's own, or half of it, and so on, until keys and values and
-    the tables of rotations fit into ``room`` bytes next to the weights, with an eighth to spare.
+    """Complete options that name no length: with the model's own, half of it, and so on, until keys, values and tables
+    of rotations fit into ``room`` bytes next to the weights, with an eighth to spare.
     """
     config = shard.config
     trained = positions = config.max_position_embeddings

@@ -71,13 +71,9 @@ def renamed(options: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """Options for loading a decoder. Each is declared only in this class: Python (`AutoDecoder.from_pretrained`,
-    `NeuronConfig`), the command line, models files, workers and experiments take these fields.
-
-    A list becomes a tuple.
-
-    Raises:
-        ConfigurationError: a value is unknown or out of range, regardless of the model.
+    """Options for loading a decoder, each declared in this class and nowhere else: Python
+    (`AutoDecoder.from_pretrained`, `NeuronConfig`), the command line, models files, workers and experiments take these
+    fields. A list becomes a tuple; a value that is unknown or out of range is a ConfigurationError.
     """
 
     backend: str = _option("native", f"Backend that runs the model: {', '.join(BACKENDS)}.")

@@ -1,9 +1,8 @@
 """Prompts in the cache, so that a request with a shared prefix copies rows and computes only the rest.
 
-A whole prompt is always shared with concurrent requests for it, such as the outputs of one prompt. With prefix caching
-(``keeps``), prompts stay in their slots when their requests finish, and prefixes of prompts are shared too. Copied rows
-equal computed rows: the same graphs over the same chunks wrote them, or kernels whose bits do not depend on the start
-of a chunk. `paceline.decoder.steps` copies the rows.
+A whole prompt is always shared with concurrent requests for it. With prefix caching (``keeps``), prompts stay in their
+slots, and prefixes are shared too. Copied rows equal computed rows: the same graphs over the same chunks wrote them, or
+kernels whose bits do not depend on the start of a chunk.
 """
 
 from __future__ import annotations
@@ -16,13 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class CachedPrompt:
-    """Result of a prefill.
-
-    prompt    its ids
-    layers    layers of the requested hidden states; None = none
-    logits    [1, 1, V], after its last token
-    features  [S, F], if requested
-    """
+    """Result of a prefill: logits [1, 1, V] after the last token, and features [S, F] of ``layers``, if requested."""
 
     prompt: tuple[int, ...]
     layers: tuple[int, ...] | None
@@ -43,9 +36,10 @@ class PrefixCache:
     """The prompts in the slots of one cache; a `paceline.engine.engine.KeptPrompts`.
 
     step   prefixes are shared in multiples of this number of rows: the longest chunk if the bits of a row depend on its
-           graph, so that every chunk has the same graph as in a whole prompt; else 1
+           graph; else 1
     keeps  whether prompts stay when their requests finish, and prefixes are shared. Otherwise only whole prompts are,
-           and of those with hidden states only the last one: hidden states are large
+    and
+           of those with hidden states only the last one: these are large
     """
 
     def __init__(self, step: int = 1) -> None:
@@ -54,7 +48,7 @@ class PrefixCache:
         self._shared: dict[int, int] = {}  # rows that the last prompt of a slot copied
 
     def find(self, prompt: tuple[int, ...], layers: tuple[int, ...] | None) -> SharedPrefix | None:
-        """Return a slot that holds this prompt with the same hidden states; with prefix caching also one with a prefix."""
+        """Return a slot that holds this prompt with the same hidden states, or a prefix of it if prefixes are kept."""
         best: SharedPrefix | None = None
         for slot, read in self._by_slot.items():
             if read.layers != layers:
@@ -113,7 +107,7 @@ class PrefixCache:
 
     def choose(self, prompt: Sequence[int], free: Sequence[int]) -> int:
         """Return the slot for a prompt: one whose own prompt it continues; else an empty one; else the one with the
-        longest shared prefix, if more of its rows are used than lost; else the least recently used one.
+        longest prefix, if more of its rows are used than lost; else the least recently used one.
         """
         wanted = tuple(prompt)
         there = {slot: self._by_slot[slot] for slot in self._by_slot if slot in free}

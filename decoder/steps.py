@@ -27,9 +27,7 @@ class PrefillStep(nn.Module):
         self.body, self._bucket, self._reads, self._every = body, bucket, reads, every
 
     def forward(self, tokens: Tensor, row: Tensor, count: Tensor, slot: Tensor) -> tuple[Tensor, ...]:
-        """tokens [1, chunk], row, count, slot [1] int32 -> logits [1, 1 or chunk, V], and hidden states [1, chunk, F]
-        if read.
-        """
+        """tokens [1, chunk], row, count, slot [1] int32 -> logits [1, 1 or chunk, V], and any hidden states"""
         hidden, features = self.body(tokens, CachePosition(row, count, slot, self._bucket, padded=True), self._reads)
         if not self._every:
             last = (count - 1).to(torch.int64).view(1, 1, 1).expand(1, 1, hidden.shape[-1])
@@ -46,9 +44,7 @@ class WindowStep(nn.Module):
         self.body, self._bucket, self._reads = body, bucket, reads
 
     def forward(self, tokens: Tensor, row: Tensor, *parents: Tensor) -> tuple[Tensor, ...]:
-        """tokens [B, T], row [B] and a tree's parents [B, T] int32 -> logits [B, T, V], and hidden states [B, T, F] if
-        read.
-        """
+        """tokens [B, T], row [B] and a tree's parents [B, T] int32 -> logits [B, T, V], and any hidden states"""
         tree = Tree.of(*parents) if parents else None
         hidden, features = self.body.window(tokens, row, self._bucket, tree=tree, reads=self._reads)
         logits = self.body.logits(hidden)

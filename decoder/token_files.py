@@ -1,13 +1,10 @@
 """Files of token ids, for training or drafting: a header with id width and vocabulary size, then the ids.
 
-    8 bytes  "PLTOKENS"
-    u16      version of this header, 1
-    u16      bytes of an id, 2 or 4
-    u32      size of the vocabulary
-    ...      the ids end to end; all numbers are little-endian
-
-Ids of 16 bits read as 32, or vice versa, would be wrong ids without an error; hence the header. The width follows from
-the vocabulary: 16 bits up to 65,536 ids, 32 above. `paceline.heads.features` cuts sequences from the ids.
+8 bytes  "PLTOKENS"
+u16      version of this header, 1
+u16      bytes of an id, 2 up to a vocabulary of 65,536, else 4
+u32      size of the vocabulary
+...      the ids end to end; all numbers are little-endian
 """
 
 from __future__ import annotations
@@ -68,18 +65,16 @@ def read_tokens(path: Path, vocab_size: int | None = None, *, dtype: str | None 
             f"dtype: expected one of {', '.join(DTYPES)} for token ids, got {dtype!r}; use one of them"
         )
     header = _header(path)
-    width, start = (DTYPES[dtype], 0) if header is None and dtype is not None else (0, HEADER_BYTES)
-    if header is not None:
-        width = header[0]
-        if vocab_size is not None and header[1] > vocab_size:
-            raise ConfigurationError(
-                f"{path}: expected ids of the target's vocabulary of {vocab_size}, got ids of one of {header[1]}; "
-                "use data of the target's own tokenizer"
-            )
-    elif dtype is None:
+    if header is None and dtype is None:
         raise ConfigurationError(
             f"{path}: expected a header with the size of the token ids, got none; write it with "
             "paceline.decoder.token_files.write_tokens, or give --data-dtype uint16 or uint32"
+        )
+    width, limit, start = (DTYPES[dtype or ""], vocab_size, 0) if header is None else (*header, HEADER_BYTES)
+    if header is not None and vocab_size is not None and header[1] > vocab_size:
+        raise ConfigurationError(
+            f"{path}: expected ids of the target's vocabulary of {vocab_size}, got ids of one of {header[1]}; "
+            "use data of the target's own tokenizer"
         )
     if vocab_size is not None and width != _width(vocab_size):
         raise ConfigurationError(
@@ -92,7 +87,6 @@ def read_tokens(path: Path, vocab_size: int | None = None, *, dtype: str | None 
             "again"
         )
     ids = np.fromfile(path, dtype=f"<u{width}", offset=start)
-    limit = vocab_size if header is None else header[1]
     if limit is not None and len(ids) and ids.max() >= limit:
         raise ConfigurationError(
             f"{path}: expected token ids below the vocabulary size {limit}, got {ids.max()}; use data of the "

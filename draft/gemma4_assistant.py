@@ -53,7 +53,7 @@ _KEYS = HeadKeys(
     },
     {"tie_word_embeddings": MustBe((True,), "its output layer is its embedding")},
 )
-_LAYER_KEYS = STANDARD | HARMLESS.keys() | NEUTRAL.keys() | registry.family(_FAMILY).keys
+_LAYER_KEYS = STANDARD | HARMLESS | NEUTRAL.keys() | registry.family(_FAMILY).keys
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ from paceline.core.types import (
 from paceline.decoder.decoder import CompiledDecoder, first_slots, for_all_slots
 from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.kernels.protocol import CachePosition, Kernels, Tree
-from paceline.decoder.options import DecoderOptions
+from paceline.decoder.options import DecoderOptions, check_width
 from paceline.decoder.steps import move_rows, slot_numbers
 from paceline.draft.drafted_tokens import DraftedTokens, Kept
 
@@ -397,7 +397,7 @@ class HeadDrafter(TraceableDrafter):
 
     def __init__(self, head: DraftHead, decoder: CompiledDecoder, k: int | DraftShape) -> None:
         self.draft_shape = k if isinstance(k, DraftShape) else DraftShape.chain(k)
-        decoder.check_width(self.draft_shape.num_draft_tokens + 1)
+        check_width(self.draft_shape.num_draft_tokens + 1)
         room = decoder.options.rows - decoder.n_positions
         if not self.draft_shape.is_chain and self.draft_shape.num_draft_tokens > room:
             raise ConfigurationError(

@@ -151,7 +151,7 @@ def fetched(model: Model) -> Model:
     """Prepare the model and, at the same time, the native kernels, where either is missing."""
     say(err(), "Building the CPU kernels meanwhile, where they are not in the cache.")
     with ThreadPoolExecutor(1) as pool:
-        kernels = pool.submit(build.build_both)
+        kernels = pool.submit(build.library)
         model = found(model)
         kernels.result()
     return model

@@ -25,6 +25,7 @@ from paceline.decoder.backends.registry import BACKENDS
 from paceline.decoder.decoder import CompiledDecoder, ModelWithCache
 from paceline.decoder.models import registry
 from paceline.decoder.models.config import ModelConfig
+from paceline.decoder.options import check_width
 from paceline.decoder.parallel.sharding import Shard
 from paceline.decoder.weights.checkpoint import load_weights
 from paceline.draft.row_drafting import RowDrafter
@@ -124,7 +125,7 @@ def engine(
         ConfigurationError: the acceptance rule does not fit the drafter, the drafter cannot be fused or shortened, or
             a proposal does not fit the width.
     """
-    target.check_width(drafter.draft_shape.num_draft_tokens + 1)
+    check_width(drafter.draft_shape.num_draft_tokens + 1)
     lengths = config.draft_lengths(drafter.draft_shape.depth, target.backend.draft_lengths)
     if controller is None and lengths is not None:
         controller = DraftLengthController(lengths)

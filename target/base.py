@@ -22,6 +22,7 @@ from paceline.core.types import (
     TokenScore,
 )
 from paceline.decoder.decoder import CompiledDecoder
+from paceline.decoder.options import check_width
 from paceline.decoder.steps import move_slot, prefill_in_chunks
 from paceline.target.steps import pad_draft_probs
 
@@ -50,7 +51,7 @@ class TargetVerifier(Verifier):
         width: int | None = None,
         slots: Sequence[HostText | None] = (),
     ) -> None:
-        decoder.check_width(draft_shape.num_draft_tokens + 1)
+        check_width(draft_shape.num_draft_tokens + 1)
         self.decoder, self.draft_shape, self._rule, self._wide = decoder, draft_shape, rule, wide
         self._reads, self._slots, self._kernels = reads, slots, decoder.body.kernels
         self._width = draft_shape.depth + 1 if width is None else width

@@ -30,17 +30,15 @@ Step = Callable[..., list[Tensor]]
 class MultiRoundStep(Protocol):
     """A fused step that can run several rounds in one call, each on the commit of the one before it.
 
-    Its inputs are tokens, count and first row of a commit, limits, sampling params, seeds, and features if any. Its
-    outputs are the report of a round to the host, then tokens, count, first row and features of the next commit, of the
-    same shapes. Steps without this method run one round per call.
+    Its inputs are tokens, count and first row of a commit, limits, sampling params, seeds, and features if any; its
+    outputs the report of a round, then tokens, count, first row and features of the next commit, of the same shapes.
     """
 
     def run_rounds(
         self, inputs: list[Tensor], seconds: float, limits: RoundLimits
     ) -> tuple[list[RoundReport], list[Tensor]]:
-        """Run one round, then further rounds while ``limits`` allow them and they fit into ``seconds``.
-
-        Returns the report of each round and the commit of the last one, which the next call but one overwrites.
+        """Run rounds while ``limits`` allow them and they fit into ``seconds``, one at least. -> the report of each,
+        and the commit of the last, which the next call but one overwrites
         """
 
 
@@ -90,10 +88,7 @@ class Backend:
     def prepare(self) -> AbstractContextManager[None]:
         """Context for requesting graphs before their first use; results of calls in it are meaningless. May be nested.
 
-        A backend that compiles better if it knows all graphs compiles and loads them at its end.
-
-        Raises:
-            BackendError: at the end, if some graphs cannot be used. The other graphs can.
+        A backend may compile all at its end: then a BackendError says which cannot be used. The other graphs can.
         """
         return nullcontext()
 
@@ -109,9 +104,7 @@ class Backend:
         """Accept rank 0's `ModelWithCache` and the checkpoint folder; called once, before the first graph."""
 
     def divide(self, first: nn.Module, others: Sequence[nn.Module]) -> None:
-        """Give ranks 1 and up ``others`` in place of rank 0's ``first``, a module of later steps and not the model's
-        body.
-        """
+        """Give ranks 1 and up ``others`` in place of rank 0's ``first``, a module of later steps, not the body."""
 
     def close(self) -> None:
         """Release resources held outside this process."""
@@ -125,9 +118,8 @@ class Backend:
         raise ArtefactError(f"backend: expected one that loads compiled graphs, got {self.name!r}; use {_savers()}")
 
     def sampling_refusal(self) -> str | None:
-        """Return why sampling requests are rejected on this machine, with a remedy; None if they are accepted.
-
-        A backend whose device may compute the noise's integers otherwise rejects them until that was checked.
+        """Return why sampling is rejected on this machine, with a remedy; None if it is accepted. A device may compute
+        the noise's integers otherwise, until that was checked.
         """
         return None
 
@@ -156,7 +148,7 @@ def check_formats(name: str, weights: Iterable[Stored]) -> None:
 
 
 def make(name: str, degree: int = 1, quantization: str | None = None, *, kv_cache_dtype: str | None = None) -> Backend:
-    """Create a backend for a model on ``degree`` ranks with matrices and cache in the given formats; errors as `check`."""
+    """Create a backend for a model on ``degree`` ranks with matrices and cache in the given formats."""
     row = check(name, degree, quantization, kv_cache_dtype=kv_cache_dtype)
     module, _, attribute = (row.divided if degree > 1 else row.path).partition(":")
     kind = getattr(importlib.import_module(module), attribute)

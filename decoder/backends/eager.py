@@ -1,7 +1,4 @@
-"""No compiler: steps run eagerly, on plain PyTorch operations. For tests, debugging and comparison.
-
-`RankedBackend` is for backends of a sharded model whose ranks are processes: every step runs on all ranks.
-"""
+"""Steps run eagerly, on plain PyTorch operations, for tests and comparison; on several ranks, on all of them."""
 
 from __future__ import annotations
 

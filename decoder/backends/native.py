@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from paceline.decoder.backends.base import Backend, Graph, Step
 from paceline.decoder.kernels.protocol import Kernels
-from paceline.decoder.native import build
 from paceline.decoder.native.ops import Native, use_huge_pages
 from paceline.decoder.native.program import Program
 
@@ -15,7 +14,6 @@ class NativeBackend(Backend):
     name = "native"
 
     def __init__(self) -> None:
-        build.build_both()
         self.kernels: Kernels = Native()
 
     def kv_buckets(self, requested: tuple[int, ...]) -> tuple[int, ...]:

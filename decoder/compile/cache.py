@@ -1,8 +1,7 @@
 """The persistent cache of compiled artefacts: folders named by a key, each complete or absent.
 
-An artefact is built in a folder with a temporary name, gets a manifest, and is renamed, so that a failed or killed
-build leaves nothing under the real name. A lock, which the system releases when its owner dies, keeps two processes
-from building the same thing. Artefacts themselves are built elsewhere.
+An artefact is built in a folder with a temporary name, which is renamed: a failed or killed build leaves nothing. A
+lock, which the system releases when its owner dies, keeps two processes from building the same thing.
 """
 
 from __future__ import annotations
@@ -80,16 +79,23 @@ def making(
                 return
             for left in root.glob(f"{folder.name}.*/"):  # left by a killed process: the lock was free
                 shutil.rmtree(left, ignore_errors=True)
-            draft = Path(tempfile.mkdtemp(prefix=folder.name + ".", dir=root))
-            try:
+            with _drafted(folder) as draft:
                 yield draft
                 (draft / MANIFEST).write_text(json.dumps(dict(facts), indent=1, sort_keys=True))
-                shutil.rmtree(folder, ignore_errors=True)  # incomplete
-                draft.rename(folder)
-            finally:
-                shutil.rmtree(draft, ignore_errors=True)
         finally:
             lock.release()
+
+
+@contextmanager
+def _drafted(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder that gets the name ``folder`` if the block does not raise, and goes otherwise."""
+    draft = Path(tempfile.mkdtemp(prefix=folder.name + ".", dir=folder.parent))
+    try:
+        yield draft
+        shutil.rmtree(folder, ignore_errors=True)  # incomplete
+        draft.rename(folder)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
 
 
 def find(root: Path, facts: Facts, *, prefix: str = "") -> Path | None:
@@ -105,13 +111,8 @@ def copy(folder: Path, to: Path) -> None:
         return
     try:
         to.mkdir(parents=True, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(prefix=folder.name + ".", dir=to))
-        try:
+        with _drafted(target) as draft:
             shutil.copytree(folder, draft, dirs_exist_ok=True)
-            shutil.rmtree(target, ignore_errors=True)  # incomplete
-            draft.rename(target)
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
     except OSError as error:
         raise ArtefactError(
             f"{to}: cannot copy compiled graphs there ({error}); check the free space and permissions"

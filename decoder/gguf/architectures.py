@@ -1,8 +1,7 @@
 """GGUF architectures as rows of data: which family each one is, and what its keys mean in config.json's words.
 
-Most values are of keys that all architectures share, and names of tensors follow from the family's own
-(`paceline.decoder.gguf.layout`); a row holds the rest. Keys without effect on the computation are ignored; unknown
-keys, and keys that ask for a computation that is not implemented, are rejected with an error that names the key.
+Most values are of keys that all architectures share, and names of tensors follow from the family's own; a row holds the
+rest. Unknown keys, and keys that ask for a computation that is not implemented, are rejected by name.
 Meanings follow llama.cpp's converter and its graphs: https://github.com/ggml-org/llama.cpp
 """
 
@@ -26,7 +25,7 @@ class Architecture:
 
     family      the ``model_type`` that computes the same
     epsilon     the key of the norms' epsilon
-    reads       further keys that ``more`` reads
+    reads       further keys of its files, beside those that ``more`` asks for
     present     keys of config.json that are true if layer 0 has a tensor: of its name without the layer
     said        keys of config.json with one value in all files
     more        other keys of config.json, made of the metadata
@@ -68,8 +67,6 @@ class Architecture:
 _LAYER_NORM = "attention.layer_norm_epsilon"
 _BIAS = {"attention_bias": "attn_q.bias"}
 _BIASES = {**_BIAS, "mlp_bias": "ffn_up.bias"}
-_EXPERTS = ("expert_count", "expert_used_count")
-_WINDOW = ("attention.sliding_window", "attention.sliding_window_pattern")
 
 
 def _mixture(name: str, **said: object) -> Callable[[Keys], Mapping[str, object]]:
@@ -140,20 +137,18 @@ _LLAMA = Architecture(
     others=(
         (
             lambda keys: keys.get("expert_count"),
-            Architecture("mixtral", reads=_EXPERTS, more=_mixture("num_local_experts"), neighbours=True),
+            Architecture("mixtral", more=_mixture("num_local_experts"), neighbours=True),
         ),
     ),
     also=("mistral",),
 )
 _QWEN3_MOE = Architecture(
     "qwen3_moe",
-    reads=(*_EXPERTS, "expert_feed_forward_length"),
     present=_BIAS,
     more=lambda keys: {**_mixture("num_experts", norm_topk_prob=True)(keys), **_qwen_experts(keys)},
 )
 _QWEN2_MOE = Architecture(
     "qwen2_moe",
-    reads=(*_EXPERTS, "expert_feed_forward_length", "expert_shared_feed_forward_length"),
     present={"qkv_bias": "attn_q.bias"},
     more=lambda keys: {
         **_mixture("num_experts", norm_topk_prob=False)(keys),
@@ -166,7 +161,6 @@ _QWEN2_MOE = Architecture(
 _COHERE = Architecture(
     "cohere",
     epsilon=_LAYER_NORM,
-    reads=("logit_scale",),
     present={**_BIAS, "use_qk_norm": "attn_q_norm.weight"},
     more=lambda keys: {"logit_scale": keys.unless_zero("logit_scale", 1.0)},
     neighbours=True,
@@ -181,7 +175,6 @@ _STABLELM = Architecture(
 _GPT_NEOX = Architecture(
     "gpt_neox",
     epsilon=_LAYER_NORM,
-    reads=("use_parallel_residual",),
     present={"attention_bias": "attn_qkv.bias"},
     more=lambda keys: {"use_parallel_residual": keys.flag("use_parallel_residual", True)},
 )
@@ -189,14 +182,12 @@ _GPT_NEOX = Architecture(
 _COHERE2 = Architecture(
     "cohere2",
     epsilon=_LAYER_NORM,
-    reads=("logit_scale", *_WINDOW),
     more=lambda keys: {"logit_scale": keys.unless_zero("logit_scale", 1.0), **_slides(keys, 4)},
     neighbours=True,
 )
 _MPT = Architecture(
     "mpt",
     epsilon=_LAYER_NORM,
-    reads=("attention.clamp_kqv", "attention.max_alibi_bias"),
     more=lambda keys: {
         "attn_config": {
             "clip_qkv": keys.unless_zero("attention.clamp_kqv", None),
@@ -219,14 +210,8 @@ def _routed(keys: Keys) -> Mapping[str, object]:
     }
 
 
-_ROUTED = (
-    *_EXPERTS, "expert_feed_forward_length", "expert_shared_count", "leading_dense_block_count",
-    "expert_weights_scale", "expert_weights_norm",
-)  # fmt: skip
-
 _DOTS1 = Architecture(
     "dots1",
-    reads=_ROUTED,
     present=_BIAS,
     more=_routed,
     neutral={"expert_gating_func": 2},
@@ -239,7 +224,6 @@ def _without_drafts(keys: Keys) -> Mapping[str, object]:
 
 _GLM4_MOE = Architecture(
     "glm4_moe",
-    reads=(*_ROUTED, "nextn_predict_layers"),
     present={**_BIAS, "use_qk_norm": "attn_q_norm.weight"},
     more=lambda keys: {**_routed(keys), **_without_drafts(keys)},
     neutral={"expert_gating_func": 2},
@@ -247,7 +231,6 @@ _GLM4_MOE = Architecture(
 )
 _GPT_OSS = Architecture(
     "gpt_oss",
-    reads=(*_EXPERTS, *_WINDOW, "expert_feed_forward_length"),
     present=_BIAS,
     more=lambda keys: {
         **_mixture("num_local_experts")(keys),
@@ -259,7 +242,6 @@ _GPT_OSS = Architecture(
 )
 _GRANITE_MOE = Architecture(
     "granitemoe",
-    reads=(*_EXPERTS, "attention.scale", "embedding_scale", "residual_scale", "logit_scale"),
     present=_BIAS,
     more=lambda keys: {**_granite(keys), **_mixture("num_local_experts")(keys)},
     neutral={"rope.scaling.finetuned": True},
@@ -267,10 +249,7 @@ _GRANITE_MOE = Architecture(
 )
 _ERNIE_MOE = Architecture(
     "ernie4_5_moe",
-    reads=(
-        *_EXPERTS, "expert_feed_forward_length", "expert_shared_count", "leading_dense_block_count",
-        "interleave_moe_layer_step", "expert_shared_feed_forward_length",
-    ),
+    reads=("expert_shared_feed_forward_length",),  # follows from the others
     present={"use_bias": "attn_q.bias"},
     more=lambda keys: {
         "moe_num_experts": keys.integer("expert_count"),
@@ -285,7 +264,6 @@ _ERNIE_MOE = Architecture(
 )  # fmt: skip
 _OLMO3 = Architecture(
     "olmo3",
-    reads=(*_WINDOW, "rope.freq_base_swa"),
     present=_BIAS,
     more=lambda keys: {
         **_slides(keys, 4),
@@ -294,7 +272,6 @@ _OLMO3 = Architecture(
 )
 _MINIMAX_M2 = Architecture(
     "minimax_m2",
-    reads=(*_EXPERTS, "expert_feed_forward_length"),
     more=lambda keys: {
         **_mixture("num_local_experts")(keys),
         "intermediate_size": keys.integer("expert_feed_forward_length"),
@@ -322,10 +299,7 @@ def _latent(keys: Keys) -> Mapping[str, object]:
 
 _DEEPSEEK_V3 = Architecture(
     "deepseek_v3",
-    reads=(
-        *_ROUTED, "expert_group_count", "expert_group_used_count", "attention.kv_lora_rank", "attention.q_lora_rank",
-        "attention.key_length_mla", "attention.value_length_mla", "rope.scaling.yarn_log_multiplier",
-    ),
+    reads=("rope.scaling.yarn_log_multiplier",),
     more=_latent,
     neutral={"expert_gating_func": 2},
 )  # fmt: skip
@@ -441,16 +415,9 @@ def _gemma4(keys: Keys) -> Mapping[str, object]:
     }
 
 
-_LAYERED = (
-    *_WINDOW, "attention.shared_kv_layers", "embedding_length_per_layer_input", "final_logit_softcapping",
-    "rope.freq_base_swa",
-)  # fmt: skip
 _GEMMA4 = Architecture(
     "gemma4_text",
-    reads=(
-        *_LAYERED, *_EXPERTS, "attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa",
-        "expert_feed_forward_length",
-    ),
+    reads=("attention.value_length_swa", "expert_count", "expert_used_count", "expert_feed_forward_length"),
     more=_gemma4,
 )  # fmt: skip
 _FALCON = Architecture("falcon", epsilon=_LAYER_NORM, more=_falcon)
@@ -465,26 +432,22 @@ ARCHITECTURES: dict[str, Architecture] = {
     "phi2": Architecture("phi", epsilon=_LAYER_NORM),
     "phi3": Architecture(
         "phi3",
-        reads=("attention.sliding_window",),
         more=lambda keys: {"sliding_window": keys.whole("attention.sliding_window") or None},
     ),
     "gemma": Architecture("gemma", present=_BIAS),
     "gemma2": Architecture(
         "gemma2",
-        reads=(*_WINDOW, "attn_logit_softcapping", "final_logit_softcapping"),
         present=_BIAS,
         more=_gemma2,
     ),
     "gemma3": Architecture(
         "gemma3_text",
-        reads=(*_WINDOW, "final_logit_softcapping", "rope.freq_base_swa"),
         present=_BIAS,
         more=_gemma3,
     ),
     "smollm3": Architecture("smollm3", present=_BIASES, neighbours=True),
     "granite": Architecture(
         "granite",
-        reads=("attention.scale", "embedding_scale", "residual_scale", "logit_scale"),
         present=_BIASES,
         more=_granite,
         neutral={"rope.scaling.finetuned": True},
@@ -500,7 +463,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     "olmo": Architecture(
         "olmo",
         epsilon=_LAYER_NORM,
-        reads=("attention.clamp_kqv",),
         present=_BIAS,
         more=lambda keys: {"clip_qkv": keys.unless_zero("attention.clamp_kqv", None)},
         neighbours=True,
@@ -515,7 +477,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     "granitemoe": _GRANITE_MOE,
     "phimoe": Architecture(
         "phimoe",
-        reads=(*_EXPERTS, "attention.sliding_window"),
         present=_BIAS,
         more=lambda keys: {
             **_mixture("num_local_experts")(keys),
@@ -533,8 +494,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "hunyuan-dense": Architecture("hunyuan_v1_dense", present=_BIAS),
     "dots1": _DOTS1,
     "minimax-m2": _MINIMAX_M2,
-    "olmoe": Architecture("olmoe", reads=_EXPERTS, present=_BIAS, more=_mixture("num_experts", norm_topk_prob=False)),
-    "exaone4": Architecture("exaone4", reads=_WINDOW, more=lambda keys: _slides(keys, 4)),
+    "olmoe": Architecture("olmoe", present=_BIAS, more=_mixture("num_experts", norm_topk_prob=False)),
+    "exaone4": Architecture("exaone4", more=lambda keys: _slides(keys, 4)),
     "chatglm": Architecture("glm", present=_BIAS, neighbours=True),
     "glm4": Architecture("glm4", present=_BIAS, neighbours=True),
     "command-r": _COHERE,
@@ -549,7 +510,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     "deepseek2": _DEEPSEEK_V2,
     "llama4": Architecture(
         "llama4_text",
-        reads=(*_EXPERTS, "expert_feed_forward_length", "interleave_moe_layer_step", "attention.sliding_window"),
         present=_BIAS,
         more=_llama4,
     ),
@@ -562,7 +522,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     "falcon": replace(_FALCON, others=((lambda keys: keys.holds("blk.0.attn_norm_2.weight"), _FALCON_GROUPS),)),
     "gemma3n": Architecture(
         "gemma3n_text",
-        reads=(*_LAYERED, "altup.active_idx", "altup.num_inputs", "activation_sparsity_scale"),
         more=_gemma3n,
     ),
     "gemma4": _GEMMA4,

@@ -1,8 +1,7 @@
 """A GGUF file as a checkpoint: its configuration as config.json would have it, and its tensors as float32.
 
-What keys mean is in `paceline.decoder.gguf.architectures`, a row for each architecture. Numbers are
-dequantised by the `gguf` package, one piece at a time from the mapped file, so that memory holds the result and one
-piece. Tokenizers are in `paceline.text.gguf_tokenizer`.
+Numbers are dequantised by the `gguf` package, one piece at a time from the mapped file, so that memory holds the result
+and one piece.
 """
 
 from __future__ import annotations
@@ -236,7 +235,10 @@ def _config(header: GgufHeader, factors: Mapping[str, tuple[float, ...]]) -> dic
     """Return the keys and values of a config.json. ``factors``: those of `FACTORS` that the file has."""
     row = architecture(header)
     keys, fields = Keys(header, header.fields.text("general.architecture"), factors), header.fields
-    _refuse_keys(keys, row)
+    own = Keys(header, keys.prefix, factors)
+    more = row.more(own)
+    read = _READ | own.asked | {row.epsilon, *row.reads}
+    _refuse_keys(keys, row, read)
     hidden, head_dim = keys.integer("embedding_length"), keys.head_dim
     embedding = header.tensors.get("token_embd.weight")
     rows = None if embedding is None else embedding.shape[0]
@@ -245,9 +247,7 @@ def _config(header: GgufHeader, factors: Mapping[str, tuple[float, ...]]) -> dic
         "model_type": row.family,
         "vocab_size": keys.integer("vocab_size", _num_tokens(header) or rows),
         "hidden_size": hidden,
-        "intermediate_size": keys.integer(
-            "feed_forward_length", 1 if "expert_feed_forward_length" in row.reads else None
-        ),
+        "intermediate_size": keys.integer("feed_forward_length", 1 if "expert_feed_forward_length" in read else None),
         "num_hidden_layers": keys.integer("block_count"),
         "num_attention_heads": keys.heads,
         "num_key_value_heads": keys.key_heads,
@@ -262,15 +262,14 @@ def _config(header: GgufHeader, factors: Mapping[str, tuple[float, ...]]) -> dic
         "tie_word_embeddings": not keys.holds("output.weight"),
         **{name: keys.holds(f"blk.0.{tensor}") for name, tensor in row.present.items()},
         **row.said,
-        **row.more(keys),
+        **more,
         "bos_token_id": _optional(fields.ids("tokenizer.ggml.bos_token_id")),
         "eos_token_id": _ends(fields),
         "pad_token_id": _optional(fields.ids("tokenizer.ggml.padding_token_id")),
     }
 
 
-def _refuse_keys(keys: Keys, row: Architecture) -> None:
-    read = _READ | {row.epsilon, *row.reads}
+def _refuse_keys(keys: Keys, row: Architecture, read: frozenset[str]) -> None:
     neutral = {**_NEUTRAL, **row.neutral}
     for key, value in keys.header.metadata.items():
         name = key.removeprefix(f"{keys.prefix}.")

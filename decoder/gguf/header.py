@@ -1,9 +1,8 @@
-"""The header of a GGUF file: its metadata and the offset of each tensor. Neither reads tensors nor interprets keys.
+"""The header of a GGUF file: its metadata and the offset of each tensor.
 
 Every length in the file is compared with the remaining bytes before any allocation or loop, so that a truncated or
-hostile file is rejected at once. `gguf.GGUFReader` does not check lengths and keeps an array object for each string
-(2.3 s for a vocabulary of 49,152; this module about 0.1 s). Sizes and names of tensor types are the `gguf` package's.
-The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+hostile file is rejected at once. `gguf.GGUFReader` does not check lengths and takes 2.3 s for a vocabulary of 49,152,
+for which this module takes 0.1 s. The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations

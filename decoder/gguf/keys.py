@@ -21,6 +21,12 @@ class Keys:
     prefix: str
     factors: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """Those of `FACTORS` that the file has, where they are read."""
+    asked: set[str] = field(default_factory=set)
+    """The keys that were asked for."""
+
+    def _name(self, key: str) -> str:
+        self.asked.add(key)
+        return f"{self.prefix}.{key}"
 
     @property
     def fields(self) -> Fields:
@@ -31,25 +37,25 @@ class Keys:
         values = self.get(key)
         if isinstance(values, list) and values and all(isinstance(one, int) and one > 0 for one in values):
             return int(max(values))
-        return self.fields.integer(f"{self.prefix}.{key}", default)
+        return self.fields.integer(self._name(key), default)
 
     def whole(self, key: str) -> int:
         """Return a non-negative integer; 0 if the key is absent."""
-        return self.fields.integer(f"{self.prefix}.{key}", 0, minimum=0)
+        return self.fields.integer(self._name(key), 0, minimum=0)
 
     def unless_zero(self, key: str, default: float | None) -> float | None:
         """A number, or the default where it is missing or 0, as llama.cpp has it for some."""
         return self.number(key) if self.get(key) else default
 
     def number(self, key: str, default: float | None = None) -> float:
-        return _decimal(self.fields.number(f"{self.prefix}.{key}", default))
+        return _decimal(self.fields.number(self._name(key), default))
 
     def flag(self, key: str, default: bool) -> bool:
-        return self.fields.flag(f"{self.prefix}.{key}", default)
+        return self.fields.flag(self._name(key), default)
 
     def get(self, key: str) -> object:
         """The value as it is; None: there is none."""
-        return self.header.metadata.get(f"{self.prefix}.{key}")
+        return self.header.metadata.get(self._name(key))
 
     def each(self, key: str) -> list[int]:
         """A number above 0 for each layer, from the file's one for all or one for each."""
@@ -77,9 +83,7 @@ _LARGEST = 3.4e38  # what a float32 holds
 
 
 def _decimal(value: float) -> float:
-    """Return the shortest decimal that is the same float32: 1e-05 for 9.999999747378752e-06, as config.json would have
-    it.
-    """
+    """Return the shortest decimal that is the same float32: 1e-05 for 9.999999747378752e-06."""
     if value > _LARGEST:
         return value
     rounded = struct.pack("<f", value)

@@ -1,7 +1,4 @@
-"""Tensors of a GGUF file as those of a checkpoint: their names, and the order in which the converter writes rows.
-
-Nothing is read here but the header. What keys mean is in `paceline.decoder.gguf.architectures`.
-"""
+"""Tensors of a GGUF file as those of a checkpoint: their names, and the order in which the converter writes rows."""
 
 from __future__ import annotations
 

@@ -1,11 +1,8 @@
 """Rows of a KV cache in 8 bits: numbers of one head at one position, followed by their common scale.
 
-A row of D numbers is D + 4 elements of int8 or of an 8-bit float; the last four are the bytes of a float32. So a row is
-one piece of memory: moving or copying rows (an accepted path, a shared prefix) moves the scales too. A row depends only
-on its key or value, so it is the same however a sequence was prefilled. The C++ version (decoder/native/cache_rows.h)
-writes the same bytes.
-
-Graphs write rows with `store`. How much memory a cache takes: `paceline.decoder.memory`.
+A row of D numbers is D + 4 elements of int8 or of an 8-bit float; the last four are the bytes of a float32. So moving
+rows moves the scales too. A row depends only on its key or value, so it is the same however a sequence was prefilled.
+The C++ version (decoder/native/cache_rows.h) writes the same bytes.
 """
 
 from __future__ import annotations
@@ -26,11 +23,6 @@ NARROW_CACHES = frozenset(CACHE_DTYPES.values())
 def row_elements(numbers: int, dtype: torch.dtype) -> int:
     """Return the number of elements of a row of ``numbers`` numbers in a cache of that type."""
     return numbers + SCALE_BYTES if dtype in NARROW_CACHES else numbers
-
-
-def row_numbers(cache: Tensor) -> int:
-    """Return the number of numbers in a row of a cache [..., row]: the width of a head."""
-    return cache.shape[-1] - (SCALE_BYTES if cache.dtype in NARROW_CACHES else 0)
 
 
 def pack(numbers: Tensor, dtype: torch.dtype) -> Tensor:

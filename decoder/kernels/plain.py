@@ -67,8 +67,7 @@ class PlainOperations:
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate x [..., H, D] by cos and sin [..., 1, D], the tables' rows of each token; keeps x's dtype.
 
-    Computed in float32 and rounded once, at the end. Hugging Face rounds cos and sin to x's dtype and
-    multiplies there, so in bf16 the two differ in the last bit; in float32 they agree exactly.
+    Computed in float32 and rounded once; Hugging Face multiplies in x's dtype, so in bf16 the last bit differs.
     """
     wide = x.to(torch.float32)
     first, second = wide.chunk(2, dim=-1)

@@ -1,7 +1,7 @@
 """The interface that a decoder requires of a backend's kernels, and the values of its calls.
 
-Kernels are the operations that determine a decoder's speed. Some compute the whole attention and MLP of a layer
-(`LayerKernels`). A backend that compiles takes norms, rotations and activations from `paceline.decoder.kernels.plain`.
+Kernels are the operations that determine a decoder's speed. A backend that compiles takes norms, rotations and
+activations from `paceline.decoder.kernels.plain`.
 """
 
 from __future__ import annotations
@@ -119,9 +119,7 @@ class Kernels(Protocol):
 
     @property
     def mixture(self) -> MixtureKernels | None:
-        """Kernels for a mixture of experts (MoE), if they can read the active experts of a row. A graph of fixed shape
-        cannot.
-        """
+        """Kernels for a mixture of experts (MoE), if they can read just the active ones, as fixed graphs cannot."""
 
     def linear(self, x: Tensor, weight: MatrixLike, count: Tensor | None = None) -> Tensor:
         """x [b, T, in] @ weight [out, in].T -> [b, T, out]
@@ -202,9 +200,7 @@ class Kernels(Protocol):
         """
 
     def probabilities(self, logits: Tensor, sampling: SamplingTensors) -> Tensor:
-        """Return the distribution of `sample_tokens`, as `paceline.core.probs.probabilities` up to float32's
-        rounding.
-        """
+        """Return the distribution of `sample_tokens`, as `core.probs.probabilities` up to float32's rounding."""
 
     def cuts(self, sampling: SamplingTensors) -> bool:
         """Return whether top-k, top-p or min-p may be on in any row. In a graph, where values are unknown: True."""
@@ -274,5 +270,5 @@ class MixtureKernels(Protocol):
     def experts(self, x: Tensor, shares: Tensor, weights: ExpertWeights, *, count: Tensor | None = None) -> Tensor:
         """x [b, T, H], shares [b, T, E] -> [b, T, H]: the sum of share times expert, in the order of expert numbers.
 
-        An expert whose share of every row is 0 is not read. Rows from ``count`` on are finite and activate no expert.
+        Experts whose share of every row is 0 are not read. Rows from ``count`` on are finite and activate none.
         """

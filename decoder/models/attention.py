@@ -69,11 +69,27 @@ class Attention(nn.Module):
         self, x: Tensor, place: CachePosition, cache: tuple[Tensor, Tensor], rotation: Rotation | None
     ) -> Tensor:
         """x [b, T, H] -> [b, T, H]; keys and values go to their rows of the cache [slots, G, R, D]."""
-        q, k, v = self.heads(x, place, rotation)
-        assert k is not None and v is not None, "the layer has keys and values"
-        return self.attended(q, (k, v), place, cache=cache)
+        return self.with_keys(x, place, cache=cache, rotation=rotation)[0]
 
-    def heads(
+    def with_keys(
+        self,
+        x: Tensor,
+        place: CachePosition,
+        *,
+        cache: tuple[Tensor, Tensor],
+        rotation: Rotation | None,
+        kept: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """The same with the keys and values of the cache, which are those ``kept`` of an earlier layer, if any: they
+        are written once more, where they lie already.
+        """
+        q, k, v = self._heads(x, place, rotation)
+        if kept is None:
+            assert k is not None and v is not None, "the first layer of a cache has keys and values"
+            kept = k, v
+        return self._attended(q, kept, place, cache=cache), kept
+
+    def _heads(
         self, x: Tensor, place: CachePosition, rotation: Rotation | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """x [b, T, H] -> queries [b, T, heads, D], and keys and values [b, T, G, D] if the layer has its own."""
@@ -97,10 +113,9 @@ class Attention(nn.Module):
             x = self._kernels.rotate(x, rotation)
         return norm(x) if norm is not None and self._late else x
 
-    def attended(
+    def _attended(
         self, q: Tensor, kv: tuple[Tensor, Tensor], place: CachePosition, *, cache: tuple[Tensor, Tensor]
     ) -> Tensor:
-        """Attention and the output product, of `heads`. -> [b, T, H]"""
         rule = AttentionRule(
             self.window, self._cap, self.get_buffer("slopes") if self._sloped else None, self.sinks, self._chunk
         )
@@ -110,9 +125,7 @@ class Attention(nn.Module):
         return biased(self._group.reduce(self._kernels.linear(mixed, self.out, place.real)), self.out_bias)
 
     def _key_heads(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Map keys and values of this rank's rows of both matrices, [b, T, n], to the heads of its cache, [b, T, G, D]
-        each.
-        """
+        """Map keys and values of this rank's matrix rows, [b, T, n], to the heads of its cache, [b, T, G, D]."""
         shape = (*keys.shape[:-1], -1, self._shard.config.head_dim)
         if not self._shard.gathers:
             return keys.view(shape), values.view(shape)
@@ -237,8 +250,7 @@ def sharpness(at: Tensor, sharper: tuple[float, int, int]) -> Tensor:
 
 
 def alibi_slopes(heads: int, kind: Alibi = "bloom") -> list[float]:
-    """Return the slope of each head (Press et al., arXiv 2108.12409): a geometric sequence, for 2^n heads from 2^(-8 /
-    2^n) on.
+    """Return the slope of each head (Press et al., arXiv 2108.12409): for 2^n heads a geometric sequence.
 
     For other numbers the rest are every second slope of the next power of two, as in the authors' code and BLOOM; MPT
     takes all slopes from the next power of two, every second one first.

@@ -1,8 +1,4 @@
-"""Structure of a decoder-only transformer: the options in which families differ, and the names of their tensors.
-
-Data only. `paceline.decoder.models.family` reads a family's config.json, `paceline.decoder.models.registry` has the
-families, and `paceline.decoder.models.network` the computation.
-"""
+"""Structure of a decoder-only transformer: the options in which families differ, and the names of their tensors."""
 
 from __future__ import annotations
 

@@ -1,12 +1,8 @@
 """Configuration of a model, read from a checkpoint: its sizes, its options and its special ids.
 
-Reads ``config.json`` and ``generation_config.json`` as plain JSON, in the layout of transformers 4 (``rope_theta``,
-``rope_scaling``) or 5 (``rope_parameters``); of a GGUF file, its metadata translated to the keys of config.json. The
-model's family defines its keys; `standard` reads those that most families have. Every key is read, or in a table of
-this module, or named in a warning, because published files have arbitrary keys. It runs no code from the folder, does
-not import transformers, and reads neither weights (`paceline.decoder.weights.checkpoint`) nor the tokenizer. Keys that
-do not affect the computation are ignored; keys that would change it in a way that is not implemented are rejected with
-an error that names them.
+Reads ``config.json`` and ``generation_config.json`` in the layout of transformers 4 (``rope_theta``, ``rope_scaling``)
+or 5 (``rope_parameters``), or a GGUF file's metadata translated to their keys. Every key is read, or in a table of this
+module or of the family, or named in a warning; those that ask for what is not implemented are rejected.
 """
 
 from __future__ import annotations
@@ -22,7 +18,7 @@ from pathlib import Path
 from paceline.core.errors import CheckpointError, ConfigurationError, UnknownArchitectureError
 from paceline.decoder.json_fields import Fields, read_json_object
 from paceline.decoder.models import registry
-from paceline.decoder.models.blueprint import Blueprint, Experts
+from paceline.decoder.models.blueprint import Blueprint
 from paceline.decoder.weights.folder import is_gguf
 from paceline.decoder.weights.hub import checkpoint_path
 from paceline.decoder.weights.layouts import layout_of
@@ -82,73 +78,50 @@ STANDARD = frozenset(
         "per_layer_config",
     }
 )  # fmt: skip
-"""Keys that `paceline.decoder.models.config.standard` reads for every family."""
+"""Keys that are read for every family."""
 
-HARMLESS: dict[str, str] = {
-    **dict.fromkeys(
-        (
-            "_name_or_path", "name_or_path", "architectures", "auto_map", "transformers_version", "torch_dtype",
-            "unsloth_version", "unsloth_fixed", "transformers.js_config", "is_llama_config", "model_max_length",
-            "max_sequence_length", "tokenizer_class", "license", "language", "has_no_defaults_at_init", "dtype",
-        ),
-        "says where the file is from, or how its weights are stored",
-    ),
-    **dict.fromkeys(
-        (
-            "attention_dropout", "hidden_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob",
-            "classifier_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "activation_dropout",
-            "embedding_dropout", "residual_dropout", "layerdrop", "resid_dropout", "embed_dropout", "emb_pdrop",
-            "init_device",
-            "initializer_range", "init_std", "initializer_factor", "gradient_checkpointing",
-            "router_aux_loss_coef", "router_jitter_noise", "input_jitter_noise", "output_router_logits",
-            "tf_legacy_loss", "altup_coef_clip",
-            "embed_requires_grad",
-        ),
-        "is of training alone",
-    ),
-    **dict.fromkeys(
-        (
-            "use_cache", "output_attentions", "output_hidden_states", "return_dict", "chunk_size_feed_forward",
-            "torchscript", "use_bfloat16", "is_decoder", "tie_encoder_decoder", "attn_implementation",
-            "_attn_implementation", "_attn_implementation_autoset", "_flash_attn_2_enabled", "use_flash_attention",
-            "pretraining_tp", "base_model_tp_plan", "base_model_pp_plan", "base_model_ep_plan", "cache_implementation",
-            "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "bias_dropout_fusion",
-            "masked_softmax_fusion", "reorder_and_upcast_attn",
-            "skip_bias_add", "skip_bias_add_qkv", "offset_alibi", "experts_implementation",
-        ),
-        "says how transformers runs it; sums may be added up in another order, or in float32, as they are here",
-    ),
-    **dict.fromkeys(
-        (
-            "id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params",
-            "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels",
-            "summary_first_dropout",
-        ),
-        "is of other tasks than text generation",
-    ),
-    **dict.fromkeys(
-        (
-            "max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups",
-            "diversity_penalty", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty",
-            "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences",
-            "output_scores", "return_dict_in_generate", "forced_bos_token_id", "forced_eos_token_id",
-            "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens",
-            "prefix", "decoder_start_token_id", "sep_token_id", "unk_token_id", "cls_token_id", "mask_token_id",
-            "eod_token_id",
-        ),
-        "is a default of a generation, not of the model",
-    ),
-    "n_ctx": "says what n_positions says",
-    "initial_context_length": "says what original_max_position_embeddings says",
-    "experts_per_token": "says what num_experts_per_tok says",
-    "num_nextn_predict_layers": "says how many MTP layers draft, which no token depends on",
-    "moe_norm_min": "keeps a sum of probabilities from being zero, which it is not",
-    "attention_layers": "says what attention_types says",
-    "learned_pos_emb": "has no effect with ALiBi, without which its family is rejected",
-    **dict.fromkeys(("pard_token", "spd_type"), "is of drafting in one pass, in `paceline.draft.pard`"),
-    "max_window_layers": "says which layers slide in families that read it, and nothing in others",
-}  # fmt: skip
-"""Keys without effect on a model's computation in Paceline, and why."""
+HARMLESS = frozenset(
+    {
+        # where the file is from, or how its weights are stored
+        "_name_or_path", "name_or_path", "architectures", "auto_map", "transformers_version", "torch_dtype",
+        "unsloth_version", "unsloth_fixed", "transformers.js_config", "is_llama_config", "model_max_length",
+        "max_sequence_length", "tokenizer_class", "license", "language", "has_no_defaults_at_init", "dtype",
+        # training alone
+        "attention_dropout", "hidden_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob",
+        "classifier_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "activation_dropout",
+        "embedding_dropout", "residual_dropout", "layerdrop", "resid_dropout", "embed_dropout", "emb_pdrop",
+        "init_device", "initializer_range", "init_std", "initializer_factor", "gradient_checkpointing",
+        "router_aux_loss_coef", "router_jitter_noise", "input_jitter_noise", "output_router_logits", "tf_legacy_loss",
+        "altup_coef_clip", "embed_requires_grad",
+        # how transformers runs it; sums may be added up in another order, or in float32, as they are here
+        "use_cache", "output_attentions", "output_hidden_states", "return_dict", "chunk_size_feed_forward",
+        "torchscript", "use_bfloat16", "is_decoder", "tie_encoder_decoder", "attn_implementation",
+        "_attn_implementation", "_attn_implementation_autoset", "_flash_attn_2_enabled", "use_flash_attention",
+        "pretraining_tp", "base_model_tp_plan", "base_model_pp_plan", "base_model_ep_plan", "cache_implementation",
+        "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "bias_dropout_fusion", "masked_softmax_fusion",
+        "reorder_and_upcast_attn", "skip_bias_add", "skip_bias_add_qkv", "offset_alibi", "experts_implementation",
+        # other tasks than text generation
+        "id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params",
+        "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
+        # defaults of a generation, not of the model
+        "max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty",
+        "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size",
+        "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "output_scores",
+        "return_dict_in_generate", "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values",
+        "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens", "prefix",
+        "decoder_start_token_id", "sep_token_id", "unk_token_id", "cls_token_id", "mask_token_id", "eod_token_id",
+        "n_ctx",  # says what n_positions says
+        "initial_context_length",  # says what original_max_position_embeddings says
+        "experts_per_token",  # says what num_experts_per_tok says
+        "num_nextn_predict_layers",  # says how many MTP layers draft, which no token depends on
+        "moe_norm_min",  # keeps a sum of probabilities from being zero, which it is not
+        "attention_layers",  # says what attention_types says
+        "learned_pos_emb",  # has no effect with ALiBi, without which its family is rejected
+        "max_window_layers",  # says which layers slide in families that read it, and nothing in others
+        "pard_token", "spd_type",  # is of drafting in one pass, in `paceline.draft.pard`
+    }
+)  # fmt: skip
+"""Keys without effect on a model's computation in Paceline."""
 
 NEUTRAL: dict[str, object] = {
     "is_encoder_decoder": False,
@@ -188,7 +161,7 @@ def _refuse_others(config: Fields, neutral: Mapping[str, object]) -> None:
 def _unknown_keys(config: Fields, read: frozenset[str]) -> list[str]:
     """Return the keys that neither this module nor ``read`` knows; a null value counts as absent."""
     _refuse_others(config, {key: value for key, value in NEUTRAL.items() if key not in read})
-    known = STANDARD | read | HARMLESS.keys() | NEUTRAL.keys()
+    known = STANDARD | read | HARMLESS | NEUTRAL.keys()
     return sorted(key for key, value in config.values.items() if value is not None and key not in known)
 
 
@@ -198,7 +171,7 @@ def _unknown_inside(config: Fields, nested: Mapping[str, frozenset[str]]) -> lis
         f"{key}.{name}"
         for key, values in every.items()
         for name, value in values.items()
-        if value is not None and name not in nested[key] | STANDARD | HARMLESS.keys() | NEUTRAL.keys()
+        if value is not None and name not in nested[key] | STANDARD | HARMLESS | NEUTRAL.keys()
     )
 
 
@@ -208,27 +181,12 @@ log = logging.getLogger("paceline")
 _MOST = {"num_hidden_layers": 10000, "num_attention_heads": 1 << 16}
 _MOST_EXPERTS = 1 << 16
 
-_ROPE_KEYS = frozenset(
-    {
-        "type",
-        "rope_type",
-        "rope_theta",
-        "factor",
-        "attention_factor",
-        "original_max_position_embeddings",
-        "low_freq_factor",
-        "high_freq_factor",
-        "beta_fast",
-        "beta_slow",
-        "mscale",
-        "mscale_all_dim",
-        "truncate",
-        "short_factor",
-        "long_factor",
-        "partial_rotary_factor",
-        "finetuned",  # a remark in the first yarn checkpoints, without effect
-    }
-)
+_ROPE_KEYS = RopeConfig.__dataclass_fields__.keys() - {"theta", "share", "max_position_embeddings"} | {
+    "rope_type",
+    "rope_theta",
+    "partial_rotary_factor",
+    "finetuned",  # a remark in the first yarn checkpoints, without effect
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,17 +259,16 @@ class ModelConfig:
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> ModelConfig:
         """The configuration in a ``config.json``, to plan with; generation settings are not read."""
-        return _parse(Fields(read_json_object(Path(path)), str(path)), Fields({}, str(path)))
+        return _parse(Fields(read_json_object(Path(path)), str(path)))
 
     @classmethod
     def from_fields(cls, config: Fields) -> ModelConfig:
         """The configuration in an object laid out like ``config.json``, as part of another file."""
-        return _parse(config, Fields({}, config.where))
+        return _parse(config)
 
     def to_dict(self) -> dict[str, object]:
         """Return plain values, ready for JSON. Of the blueprint only what differs from Llama, so that a new option does
-        not
-        change the fingerprints of models without it.
+        not change the fingerprints of models without it.
         """
         values, usual = asdict(self), asdict(Blueprint())
         chosen = {name: value for name, value in values.pop("blueprint").items() if value != usual[name]}
@@ -328,7 +285,7 @@ class ModelConfig:
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _parse(config: Fields, generation: Fields, *, warn: bool = False) -> ModelConfig:
+def _parse(config: Fields, generation: Fields | None = None, *, warn: bool = False) -> ModelConfig:
     """Parse the keys of a file by the names that its family uses; sizes have no default."""
     family = registry.family(config.text("model_type"), config.where)
     unknown = [*_unknown_keys(config, family.keys), *_unknown_inside(config, family.nested)]
@@ -340,13 +297,13 @@ def _parse(config: Fields, generation: Fields, *, warn: bool = False) -> ModelCo
         )
     config = family.translated(config)
     _refuse_others(config, family.neutral)
-    _refuse_options(config)
+    if quantized := config.values.get("quantization_config"):
+        layout_of(quantized, str(config.where))
     for key, most in _MOST.items():  # before anything is made for each
         if (count := config.integer(key)) > most:
             raise CheckpointError(f"{config.where}: {key}: expected at most {most}, got {count}; correct the file")
     plan = family.blueprint(config)
-    hidden_size = config.integer("hidden_size")
-    num_heads = config.integer("num_attention_heads")
+    hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     num_kv_heads = config.integer("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise CheckpointError(
@@ -354,7 +311,7 @@ def _parse(config: Fields, generation: Fields, *, warn: bool = False) -> ModelCo
             f"{num_heads}; correct the file"
         )
     vocab_size = config.integer("vocab_size")
-    eos, pad, bos = _special_ids(config, generation, vocab_size)
+    eos, pad, bos = _special_ids(config, generation or Fields({}, ""), vocab_size)
     sides = ("full_attention", "sliding_attention") if plan.local_rope else ("", "")
     full, local = (_rope(config, plan, num_heads, side=side) for side in sides)
     made = ModelConfig(
@@ -380,21 +337,19 @@ def _parse(config: Fields, generation: Fields, *, warn: bool = False) -> ModelCo
         local_rope=local if plan.local_rope else None,
         layer_sizes=family.layer_sizes(config),
     )
-    _check_rotated(made, config.where)
-    if plan.experts is not None:
-        _check_experts(plan.experts, config.where)
+    _check(made, config.where)
     return made
 
 
-def _check_rotated(config: ModelConfig, where: str) -> None:
+def _check(config: ModelConfig, where: str) -> None:
     if config.rotated % 2 or config.rotated > config.head_dim:
         raise UnknownArchitectureError(
             f"{where}: expected an even number of rotated dimensions per head, at most head_dim = {config.head_dim}, "
             f"got {config.rotated}; use another model"
         )
-
-
-def _check_experts(experts: Experts, where: str) -> None:
+    experts = config.blueprint.experts
+    if experts is None:
+        return
     if experts.count > _MOST_EXPERTS:
         raise CheckpointError(
             f"{where}: expected at most {_MOST_EXPERTS} experts, got {experts.count}; correct the file"
@@ -410,11 +365,6 @@ def _check_experts(experts: Experts, where: str) -> None:
         raise CheckpointError(
             f"{where}: expected at most {most} active experts per token, got {experts.chosen}; correct the file"
         )
-
-
-def _refuse_options(config: Fields) -> None:
-    if quantized := config.values.get("quantization_config"):
-        layout_of(quantized, str(config.where))
 
 
 def _head_dim(config: Fields, hidden_size: int, num_heads: int) -> int:
@@ -490,14 +440,13 @@ def _rope(config: Fields, plan: Blueprint, num_heads: int, *, side: str) -> Rope
     original = config.integer(
         "original_max_position_embeddings", rope.integer("original_max_position_embeddings", max_positions)
     )
-    needs_factor = kind in ("linear", "dynamic", "llama3")
     longrope = kind == "longrope"
     result = RopeConfig(
         type=kind,
         theta=rope.number("rope_theta", base),
         max_position_embeddings=max_positions,
         original_max_position_embeddings=original,
-        factor=rope.number("factor") if needs_factor else rope.optional_number("factor"),
+        factor=rope.number("factor") if kind in ("linear", "dynamic", "llama3") else rope.optional_number("factor"),
         attention_factor=rope.optional_number("attention_factor"),
         low_freq_factor=rope.number("low_freq_factor", None if kind == "llama3" else 1.0),
         high_freq_factor=rope.number("high_freq_factor", None if kind == "llama3" else 4.0),

@@ -96,9 +96,8 @@ def _rank(scores: Tensor) -> Tensor:
 
 
 def two_best(scores: Tensor, slack: float) -> Tensor:
-    """Map scores [b, T, E] to shares: of each of the two best, its softmax among those within ``slack`` of it.
-
-    The second one's softmax is without the best. A distance is relative to the larger of both sizes.
+    """Map scores [b, T, E] to shares: of each of the two best, its softmax among those within ``slack`` of it, relative
+    to the larger of both sizes; the second one's without the best.
     """
     ranks = _rank(scores)
     shares = torch.zeros_like(scores)

@@ -20,6 +20,7 @@ from paceline.decoder.models.family import (
     kinds_of_layers,
     number,
     only_activation,
+    other_rope,
     share_rotated,
     unturned_layers,
     windows,
@@ -38,6 +39,12 @@ def _where_all_is_seen(config: Fields) -> tuple[bool, ...]:
 
 # ---- Llama and equal architectures
 
+_LLAMA_3 = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 _LLAMA = Family(
     "llama",
     "Llama 2 and 3, SmolLM, and the like",
@@ -80,23 +87,22 @@ _PHI3 = Family(
 _MINISTRAL = replace(_MISTRAL, name="ministral", summary="Ministral 8B")
 
 
-class _Ministral3(Family):
-    def translated(self, config: Fields) -> Fields:
-        fields = super().translated(config)
-        for key in ("rope_parameters", "rope_scaling"):  # the second one counts
-            rope = fields.child(key)
-            if rope is not None and "llama_4_scaling_beta" in rope.values:
-                own = {name: one for name, one in rope.values.items() if name not in _OF_QUERIES}
-                said = {"llama_4_scaling_beta": rope.number("llama_4_scaling_beta"),
-                        "llama_4_scaling_length": rope.integer("original_max_position_embeddings")}  # fmt: skip
-                fields = Fields({**fields.values, key: own, **said}, fields.where)
-        return fields
+def _without_queries(_: Fields, rope: Fields) -> dict[str, object]:
+    """Take the settings of queries out of those of rotations."""
+    if "llama_4_scaling_beta" not in rope.values:
+        return {}
+    of_queries = ("llama_4_scaling_beta", "max_position_embeddings")
+    return {
+        "rope": {name: one for name, one in rope.values.items() if name not in of_queries},
+        "llama_4_scaling_beta": rope.number("llama_4_scaling_beta"),
+        "llama_4_scaling_length": rope.integer("original_max_position_embeddings"),
+    }
 
 
-_OF_QUERIES = ("llama_4_scaling_beta", "max_position_embeddings")
-_MINISTRAL3 = _Ministral3(
+_MINISTRAL3 = Family(
     "ministral3",
     "Ministral 3, text only",
+    more=other_rope(_without_queries),
     reads={
         **ACTIVATION,
         "windows": windows(),
@@ -140,14 +146,7 @@ _CWM = Family(
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
         "rope_theta": 1e6,
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 1e6,
-            "factor": 16.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
+        "rope_parameters": {**_LLAMA_3, "rope_theta": 1e6, "factor": 16.0},
         "sliding_window": 8192,
         "bos_token_id": 128000,
         "eos_token_id": [128001, 128008, 128009],
@@ -325,14 +324,7 @@ _APERTUS = Family(
         "max_position_embeddings": 65536,
         "rms_norm_eps": 1e-5,
         "rope_theta": 12e6,
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 12e6,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
+        "rope_parameters": {**_LLAMA_3, "rope_theta": 12e6, "factor": 8.0},
         "pad_token_id": 3,
     },
     # Constants of the activation.
@@ -354,24 +346,19 @@ _NANOCHAT = Family(
 )
 
 
-class _Hunyuan(Family):
-    def translated(self, config: Fields) -> Fields:
-        """Return the file with "dynamic" frequencies that have a fixed ``alpha`` as what they are: another base."""
-        fields = super().translated(config)
-        for key in ("rope_scaling", "rope_parameters"):
-            rope = fields.child(key)
-            if rope is None or rope.text("rope_type", rope.text("type", "")) != "dynamic" or "alpha" not in rope.values:
-                continue
-            width = fields.integer("head_dim", fields.integer("hidden_size") // fields.integer("num_attention_heads"))
-            base = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
-            other = {"rope_type": "default", "rope_theta": base * rope.number("alpha") ** (width / (width - 2))}
-            fields = Fields({**fields.values, key: other}, fields.where)
-        return fields
+def _other_base(config: Fields, rope: Fields) -> dict[str, object]:
+    """Take "dynamic" frequencies that have a fixed ``alpha`` for what they are: another base."""
+    if rope.text("rope_type", rope.text("type", "")) != "dynamic" or "alpha" not in rope.values:
+        return {}
+    width = config.integer("head_dim", config.integer("hidden_size") // config.integer("num_attention_heads"))
+    base = rope.number("rope_theta", config.number("rope_theta", 10000.0))
+    return {"rope": {"rope_type": "default", "rope_theta": base * rope.number("alpha") ** (width / (width - 2))}}
 
 
-_HUNYUAN = _Hunyuan(
+_HUNYUAN = Family(
     "hunyuan_v1_dense",
     "Hunyuan, dense",
+    more=other_rope(_other_base),
     names=LLAMA_NAMES.but(q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm"),
     plan=Blueprint(head_norms="head", late_head_norms=True),
     reads={**ACTIVATION, **BIASES},
@@ -492,37 +479,4 @@ _COHERE2 = replace(
     },
     defaults={**_COHERE.defaults, "rope_theta": 10000.0, "sliding_window": 4096},
     neutral={"use_qk_norm": False, "use_parallel_block": True, "use_gated_activation": True, "rotary_pct": 1.0},
-)
-
-FAMILIES = (
-    _LLAMA,
-    _QWEN3,
-    _QWEN3_MOE,
-    _QWEN2,
-    _QWEN2_MOE,
-    _MIMO,
-    _MISTRAL,
-    MIXTRAL,
-    _MINISTRAL,
-    _MINISTRAL3,
-    _CWM,
-    _HELIUM,
-    _PHI3,
-    _SMOLLM3,
-    GRANITE,
-    _SEED_OSS,
-    _ERNIE,
-    _ARCEE,
-    _APERTUS,
-    _NANOCHAT,
-    _HUNYUAN,
-    _OLMO,
-    _OLMO2,
-    _OLMO3,
-    _OLMOE,
-    _EXAONE4,
-    _GLM,
-    _GLM4,
-    _COHERE,
-    _COHERE2,
 )

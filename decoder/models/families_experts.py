@@ -1,7 +1,4 @@
-"""Families with experts in some of their layers, shared experts, or latent attention (DeepSeek's way).
-
-Defaults are those of transformers' configuration classes, except that sizes have no default.
-"""
+"""Families with experts in some of their layers, shared experts, or latent attention (defaults: see `families`)."""
 
 from __future__ import annotations
 
@@ -22,6 +19,7 @@ from paceline.decoder.models.family import (
     flag,
     gate_up,
     only_activation,
+    other_rope,
     rows_of,
     share_rotated,
     unturned_layers,
@@ -91,23 +89,17 @@ _GLM4_MOE = Family(
 )
 
 
-class _LatentFamily(Family):
-    def translated(self, config: Fields) -> Fields:
-        fields = super().translated(config)
-        width = fields.integer("qk_nope_head_dim") + fields.integer("qk_rope_head_dim")
-        heads = fields.integer("num_attention_heads")
-        said = {"head_dim": (fields.integer("qk_rope_head_dim"), width), "num_key_value_heads": (heads,)}
-        for key, values in said.items():
-            if fields.values.get(key, values[0]) not in (*values, None):
-                raise UnknownArchitectureError(
-                    f"{fields.where}: {key}: expected {values[0]}, got {fields.values[key]!r}, which is not supported; "
-                    "use another model"
-                )
-        return Fields({**fields.values, "head_dim": width, "num_key_value_heads": heads}, fields.where)
-
-
-def _whole_head(config: Fields) -> int:
-    return config.integer("head_dim")
+def _latent_heads(fields: Fields) -> dict[str, object]:
+    width = fields.integer("qk_nope_head_dim") + fields.integer("qk_rope_head_dim")
+    heads = fields.integer("num_attention_heads")
+    said = {"head_dim": (fields.integer("qk_rope_head_dim"), width), "num_key_value_heads": (heads,)}
+    for key, values in said.items():
+        if fields.values.get(key, values[0]) not in (*values, None):
+            raise UnknownArchitectureError(
+                f"{fields.where}: {key}: expected {values[0]}, got {fields.values[key]!r}, which is not supported; "
+                "use another model"
+            )
+    return {"head_dim": width, "num_key_value_heads": heads}
 
 
 def _latent(config: Fields) -> Latent:
@@ -164,9 +156,10 @@ _DEEPSEEK_DEFAULTS = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
-_DEEPSEEK_V3 = _LatentFamily(
+_DEEPSEEK_V3 = Family(
     "deepseek_v3",
     "DeepSeek V3, R1, Moonlight, Kimi K2",
+    more=_latent_heads,
     names=_LATENT_NAMES,
     reads={
         **ACTIVATION,
@@ -189,7 +182,12 @@ _DEEPSEEK_V3 = _LatentFamily(
         "num_experts_per_tok": 8,
     },
     renamed={"num_local_experts": "n_routed_experts"},
-    neutral={"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "qk_head_dim": _whole_head},
+    neutral={
+        "moe_layer_freq": 1,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "qk_head_dim": lambda config: config.integer("head_dim"),
+    },
     mtp=True,
     ignored=_MTP_LAYERS,
 )
@@ -212,7 +210,11 @@ _DEEPSEEK_V2 = replace(
         ),
     },
     defaults={**_DEEPSEEK_DEFAULTS, "bos_token_id": 1, "eos_token_id": 2, "n_routed_experts": 64},
-    neutral={"moe_layer_freq": 1, "scoring_func": "softmax", "norm_topk_prob": False, "qk_head_dim": _whole_head},
+    neutral={
+        **{key: one for key, one in _DEEPSEEK_V3.neutral.items() if key != "topk_method"},
+        "scoring_func": "softmax",
+        "norm_topk_prob": False,
+    },
     mtp=False,
     ignored="",
 )
@@ -233,31 +235,6 @@ _DOTS1 = Family(
     defaults={"sliding_window": 4096, "bos_token_id": None, "eos_token_id": None},
     renamed={"num_local_experts": "n_routed_experts"},
 )
-_ERNIE_MOE = Family(
-    "ernie4_5_moe",
-    "Ernie 4.5, mixture of experts",
-    names=_ROUTED_NAMES.but(router_bias="mlp.moe_statics.e_score_correction_bias"),
-    plan=Blueprint(neighbours=True),
-    reads={
-        **ACTIVATION,
-        **{bias: flag("use_bias") for bias in ("qkv_bias", "out_bias", "mlp_bias")},
-        "experts": Key(
-            (
-                "moe_intermediate_size", "moe_k", "moe_num_experts", "moe_num_shared_experts",
-                "moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval",
-            ),
-            lambda config: _experts_of_ernie(config),
-        ),
-    },
-    defaults={
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 5e5,
-        "tie_word_embeddings": True,
-        "pad_token_id": 0,
-    },
-    renamed={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
-)  # fmt: skip
 
 
 def _experts_of_ernie(config: Fields) -> Experts:
@@ -277,6 +254,33 @@ def _experts_of_ernie(config: Fields) -> Experts:
     )
 
 
+_ERNIE_MOE = Family(
+    "ernie4_5_moe",
+    "Ernie 4.5, mixture of experts",
+    names=_ROUTED_NAMES.but(router_bias="mlp.moe_statics.e_score_correction_bias"),
+    plan=Blueprint(neighbours=True),
+    reads={
+        **ACTIVATION,
+        **{bias: flag("use_bias") for bias in ("qkv_bias", "out_bias", "mlp_bias")},
+        "experts": Key(
+            (
+                "moe_intermediate_size", "moe_k", "moe_num_experts", "moe_num_shared_experts",
+                "moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval",
+            ),
+            _experts_of_ernie,
+        ),
+    },
+    defaults={
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 5e5,
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+    },
+    renamed={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
+)  # fmt: skip
+
+
 _MINIMAX_M2 = Family(
     "minimax_m2",
     "MiniMax M2",
@@ -292,15 +296,12 @@ _MINIMAX_M2 = Family(
                 else share_rotated().value(config)
             ),
         ),
-        "experts": Key(
-            ("num_local_experts", "num_experts_per_tok"),
-            lambda config: Experts(
-                config.integer("num_local_experts", 256),
-                config.integer("num_experts_per_tok", 8),
-                normalise=True,
-                scores="sigmoid",
-                corrected="vector",
-            ),
+        "experts": experts(
+            "num_local_experts",
+            count=256,
+            chosen=8,
+            normalise=True,
+            plan=Experts(0, 0, True, scores="sigmoid", corrected="vector"),
         ),
     },
     defaults={
@@ -325,14 +326,8 @@ _GPT_OSS = Family(
         "qkv_bias": flag("attention_bias", True),
         "out_bias": flag("attention_bias", True),
         "windows": windows(lambda _, layer: layer % 2 == 0),
-        "experts": Key(
-            ("num_local_experts", "num_experts_per_tok"),
-            lambda config: Experts(
-                config.integer("num_local_experts", 128),
-                config.integer("num_experts_per_tok", 4),
-                normalise=True,
-                router_bias=True,
-            ),
+        "experts": experts(
+            "num_local_experts", count=128, chosen=4, normalise=True, plan=Experts(0, 0, True, router_bias=True)
         ),
     },
     defaults={
@@ -381,21 +376,18 @@ _GRANITE_MOE = replace(
 )
 
 
-class _PhiMoe(Family):
-    def translated(self, config: Fields) -> Fields:
-        fields = super().translated(config)
-        for key in ("rope_scaling", "rope_parameters"):
-            rope = fields.child(key)
-            if rope is not None and "short_mscale" in rope.values:
-                other = {name: one for name, one in rope.values.items() if name not in ("short_mscale", "long_mscale")}
-                other["attention_factor"] = rope.number("short_mscale")
-                fields = Fields({**fields.values, key: other}, fields.where)
-        return fields
+def _short_scale(_: Fields, rope: Fields) -> dict[str, object]:
+    """Take the scale of short texts for the attention factor of longrope in other families."""
+    if "short_mscale" not in rope.values:
+        return {}
+    other = {name: one for name, one in rope.values.items() if name not in ("short_mscale", "long_mscale")}
+    return {"rope": {**other, "attention_factor": rope.number("short_mscale")}}
 
 
-_PHIMOE = _PhiMoe(
+_PHIMOE = Family(
     "phimoe",
     "Phi 3.5, mixture of experts",
+    more=other_rope(_short_scale),
     names=MIXTRAL.names,
     plan=Blueprint(norm="layer"),
     reads={
@@ -469,19 +461,13 @@ def _experts_of_llama4(config: Fields) -> Experts:
     )
 
 
-class _Llama4(Family):
-    def translated(self, config: Fields) -> Fields:
-        fields = super().translated(config)
-        sizes = {
-            "intermediate_size": fields.integer("intermediate_size_mlp", 16384),
-            "moe_intermediate_size": fields.integer("intermediate_size"),
-        }
-        return Fields({**fields.values, **sizes}, fields.where)
-
-
-_LLAMA4 = _Llama4(
+_LLAMA4 = Family(
     "llama4_text",
     "Llama 4, text only",
+    more=lambda fields: {
+        "intermediate_size": fields.integer("intermediate_size_mlp", 16384),
+        "moe_intermediate_size": fields.integer("intermediate_size"),
+    },
     names=EXPERT_NAMES.but(
         router="feed_forward.router",
         **{part: f"feed_forward.experts.{{e}}.{part}_proj" for part in ("gate", "up", "down")},
@@ -526,16 +512,3 @@ _LLAMA4 = _Llama4(
         Fused("feed_forward.experts.down_proj", rows_of("down"), transposed=True),
     ),
 )  # fmt: skip
-
-FAMILIES = (
-    _DEEPSEEK_V2,
-    _DEEPSEEK_V3,
-    _GLM4_MOE,
-    _DOTS1,
-    _ERNIE_MOE,
-    _MINIMAX_M2,
-    _GPT_OSS,
-    _GRANITE_MOE,
-    _PHIMOE,
-    _LLAMA4,
-)

@@ -1,7 +1,4 @@
-"""Gemma 1 to 4. Some layers of the last two read the keys and values of others.
-
-Defaults are those of transformers' configuration classes, except that sizes have no default.
-"""
+"""Gemma 1 to 4. Some layers of the last two read the keys and values of others (defaults: see `families`)."""
 
 from __future__ import annotations
 
@@ -36,6 +33,7 @@ if TYPE_CHECKING:
 
 # ---- Gemma 1 to 3
 
+_DEFAULTS = {"head_dim": 256, "tie_word_embeddings": True, "eos_token_id": 1, "bos_token_id": 2}
 _GEMMA2 = Family(
     "gemma2",
     "Gemma 2",
@@ -54,14 +52,7 @@ _GEMMA2 = Family(
         "query_scale": number("query_pre_attn_scalar", 256.0, lambda width: width**-0.5),
         "embedding_scale": Key((), lambda config: config.integer("hidden_size") ** 0.5),
     },
-    defaults={
-        "head_dim": 256,
-        "max_position_embeddings": 8192,
-        "sliding_window": 4096,
-        "tie_word_embeddings": True,
-        "eos_token_id": 1,
-        "bos_token_id": 2,
-    },
+    defaults={**_DEFAULTS, "max_position_embeddings": 8192, "sliding_window": 4096},
 )
 
 
@@ -275,10 +266,7 @@ class _Gemma4(Family):
 
 _NORMS = ("norm", "post norm", "mlp norm", "post mlp norm")
 _EXPERT_NORMS = ("norm", "post norm", "mlp norm")
-_NAMES = LLAMA_NAMES.but(
-    post_norm="post_attention_layernorm",
-    mlp_norm="pre_feedforward_layernorm",
-    post_mlp_norm="post_feedforward_layernorm",
+_NAMES = _GEMMA2.names.but(
     layer_factor="layer_scalar",
     input_gate="per_layer_input_gate",
     input_out="per_layer_projection",
@@ -312,7 +300,7 @@ _GEMMA4 = _Gemma4(
             lambda config: tuple(config.integer("sliding_window", 512) if one else 0 for one in _kinds(config)),
         ),
         "logit_cap": number("final_logit_softcapping"),
-        "embedding_scale": Key((), lambda config: config.integer("hidden_size") ** 0.5),
+        "embedding_scale": _GEMMA2.reads["embedding_scale"],
         "gemma": Key(
             (
                 "num_kv_shared_layers", "attention_k_eq_v", "use_double_wide_mlp", "hidden_size_per_layer_input",
@@ -324,17 +312,14 @@ _GEMMA4 = _Gemma4(
         "experts": Key(("enable_moe_block", "num_experts", "top_k_experts", "moe_intermediate_size"), _experts),
     },
     defaults={
-        "head_dim": 256,
+        **_DEFAULTS,
         "max_position_embeddings": 131072,
         "sliding_window": 512,
         "rope_parameters": {
             "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
-        "tie_word_embeddings": True,
         "pad_token_id": 0,
-        "eos_token_id": 1,
-        "bos_token_id": 2,
     },
     fused=(
         Fused("experts.gate_up_proj", _of_experts),
@@ -463,18 +448,13 @@ _GEMMA3N = _Gemma3n(
         ),
     },
     defaults={
-        "head_dim": 256,
+        **_DEFAULTS,
         "num_key_value_heads": 2,
         "max_position_embeddings": 32768,
         "sliding_window": 512,
         "rope_theta": 1e6,
         "rope_local_base_freq": 1e4,
         "num_kv_shared_layers": 15,
-        "tie_word_embeddings": True,
         "pad_token_id": 0,
-        "eos_token_id": 1,
-        "bos_token_id": 2,
     },
 )  # fmt: skip
-
-FAMILIES = (_GEMMA, _GEMMA2, _GEMMA3, _VAULTGEMMA, _GEMMA3N, _GEMMA4)

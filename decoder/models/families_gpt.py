@@ -1,7 +1,4 @@
-"""GPT-like families: LayerNorm, and mostly MLPs without a gate and with biases.
-
-Defaults are those of transformers' configuration classes, except that sizes have no default.
-"""
+"""GPT-like families: LayerNorm, and mostly MLPs without a gate and with biases (defaults: see `families`)."""
 
 from __future__ import annotations
 
@@ -15,6 +12,15 @@ from paceline.decoder.models.family import Family, Fused, Key, activation, flag,
 
 if TYPE_CHECKING:
     from paceline.decoder.models.config import ModelConfig
+
+
+_MLP_OF_FOUR = {"up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h"}
+_TWO_NORMS = {"norm": "input_layernorm", "mlp norm": "post_attention_layernorm"}
+
+
+def _parts(pattern: str, parts: str = "qkv") -> dict[str, str]:
+    """Names of parts that differ in one letter."""
+    return {part: pattern.format(part) for part in parts}
 
 
 def _inner_of_four(config: Fields) -> int:
@@ -107,9 +113,7 @@ _GPT_NEO = Family(
         "transformer.h.{i}.",
         {
             "norm": "ln_1",
-            "q": "attn.attention.q_proj",
-            "k": "attn.attention.k_proj",
-            "v": "attn.attention.v_proj",
+            **_parts("attn.attention.{}_proj"),
             "out": "attn.attention.out_proj",
             "mlp norm": "ln_2",
             "up": "mlp.c_fc",
@@ -136,9 +140,7 @@ _GPTJ = Family(
         "transformer.h.{i}.",
         {
             "norm": "ln_1",
-            "q": "attn.q_proj",
-            "k": "attn.k_proj",
-            "v": "attn.v_proj",
+            **_parts("attn.{}_proj"),
             "out": "attn.out_proj",
             "up": "mlp.fc_in",
             "down": "mlp.fc_out",
@@ -180,24 +182,22 @@ _CODEGEN = replace(
 )
 
 
-class _Falcon(Family):
-    def translated(self, config: Fields) -> Fields:
-        fields = super().translated(config)
-        new = fields.flag("new_decoder_architecture", False)
-        heads = fields.integer("num_attention_heads")
-        if not new:
-            heads = 1 if fields.flag("multi_query", True) else heads
-        else:
-            heads = fields.integer("num_key_value_heads", heads)
-        parallel = new or fields.flag("parallel_attn", True)
-        norms = fields.integer("num_ln_in_parallel_attn", 2 if new else 1)
-        if parallel and not new and norms != 1:
-            raise UnknownArchitectureError(
-                f"{fields.where}: num_ln_in_parallel_attn: expected 1 without new_decoder_architecture, got {norms}, "
-                "which is not supported; use another model"
-            )
-        said = {"num_key_value_heads": heads, "parallel_attn": parallel, "shares_norm": parallel and norms == 1}
-        return Fields({**fields.values, **said}, fields.where)
+def _falcon(fields: Fields) -> dict[str, object]:
+    """Key heads, and what is computed in parallel, in either of its two architectures."""
+    new = fields.flag("new_decoder_architecture", False)
+    heads = fields.integer("num_attention_heads")
+    if new:
+        heads = fields.integer("num_key_value_heads", heads)
+    elif fields.flag("multi_query", True):
+        heads = 1
+    parallel = new or fields.flag("parallel_attn", True)
+    norms = fields.integer("num_ln_in_parallel_attn", 2 if new else 1)
+    if parallel and not new and norms != 1:
+        raise UnknownArchitectureError(
+            f"{fields.where}: num_ln_in_parallel_attn: expected 1 without new_decoder_architecture, got {norms}, "
+            "which is not supported; use another model"
+        )
+    return {"num_key_value_heads": heads, "parallel_attn": parallel, "shares_norm": parallel and norms == 1}
 
 
 def _of_falcon(config: ModelConfig) -> dict[str, int]:
@@ -206,21 +206,20 @@ def _of_falcon(config: ModelConfig) -> dict[str, int]:
     return {"q": share * width, "k": width, "v": width}
 
 
-_FALCON = _Falcon(
+_FALCON = Family(
     "falcon",
     "Falcon, with rotary embeddings",
+    more=_falcon,
     names=Names(
         {"embedding": "transformer.word_embeddings", "norm": "transformer.ln_f", "head": "lm_head"},
         "transformer.h.{i}.",
         {
-            "norm": "input_layernorm",
+            **_TWO_NORMS,
+            **_MLP_OF_FOUR,
             "q": "self_attention.query",
             "k": "self_attention.key",
             "v": "self_attention.value",
             "out": "self_attention.dense",
-            "mlp norm": "post_attention_layernorm",
-            "up": "mlp.dense_h_to_4h",
-            "down": "mlp.dense_4h_to_h",
         },
     ),
     plan=Blueprint(norm="layer", gated=False),
@@ -260,12 +259,10 @@ _GPT_NEOX = Family(
         {"embedding": "gpt_neox.embed_in", "norm": "gpt_neox.final_layer_norm", "head": "embed_out"},
         "gpt_neox.layers.{i}.",
         {
-            "norm": "input_layernorm",
+            **_TWO_NORMS,
+            **_MLP_OF_FOUR,
             "qkv": "attention.query_key_value",
             "out": "attention.dense",
-            "mlp norm": "post_attention_layernorm",
-            "up": "mlp.dense_h_to_4h",
-            "down": "mlp.dense_4h_to_h",
         },
     ),
     plan=Blueprint(norm="layer", gated=False, joined="heads", mlp_bias=True),
@@ -303,9 +300,7 @@ _OPT = Family(
         "model.decoder.layers.{i}.",
         {
             "norm": "self_attn_layer_norm",
-            "q": "self_attn.q_proj",
-            "k": "self_attn.k_proj",
-            "v": "self_attn.v_proj",
+            **_parts("self_attn.{}_proj"),
             "out": "self_attn.out_proj",
             "mlp norm": "final_layer_norm",
             "up": "fc1",
@@ -339,12 +334,10 @@ _BLOOM = Family(
         },
         "transformer.h.{i}.",
         {
-            "norm": "input_layernorm",
+            **_TWO_NORMS,
+            **_MLP_OF_FOUR,
             "qkv": "self_attention.query_key_value",
             "out": "self_attention.dense",
-            "mlp norm": "post_attention_layernorm",
-            "up": "mlp.dense_h_to_4h",
-            "down": "mlp.dense_4h_to_h",
         },
     ),
     plan=Blueprint(
@@ -444,9 +437,7 @@ _PHI = Family(
         "model.layers.{i}.",
         {
             "norm": "input_layernorm",
-            "q": "self_attn.q_proj",
-            "k": "self_attn.k_proj",
-            "v": "self_attn.v_proj",
+            **_parts("self_attn.{}_proj"),
             "out": "self_attn.dense",
             "up": "mlp.fc1",
             "down": "mlp.fc2",
@@ -525,14 +516,12 @@ _PERSIMMON = Family(
         {"embedding": "model.embed_tokens", "norm": "model.final_layernorm", "head": "lm_head"},
         "model.layers.{i}.",
         {
-            "norm": "input_layernorm",
+            **_TWO_NORMS,
+            **_MLP_OF_FOUR,
             "qkv": "self_attn.query_key_value",
             "q norm": "self_attn.q_layernorm",
             "k norm": "self_attn.k_layernorm",
             "out": "self_attn.dense",
-            "mlp norm": "post_attention_layernorm",
-            "up": "mlp.dense_h_to_4h",
-            "down": "mlp.dense_4h_to_h",
         },
     ),
     plan=Blueprint(norm="layer", gated=False, joined="heads", qkv_bias=True, out_bias=True, mlp_bias=True),
@@ -543,22 +532,4 @@ _PERSIMMON = Family(
     },
     defaults={"max_position_embeddings": 16384, "rms_norm_eps": 1e-5},
     renamed={"layer_norm_eps": "rms_norm_eps"},
-)
-
-FAMILIES = (
-    _GPT2,
-    _GPT_BIGCODE,
-    _GPT_NEO,
-    _GPTJ,
-    _GPT_NEOX,
-    _OPT,
-    _BLOOM,
-    _MPT,
-    _PHI,
-    _STARCODER2,
-    _STABLELM,
-    _NEMOTRON,
-    _PERSIMMON,
-    _CODEGEN,
-    _FALCON,
 )

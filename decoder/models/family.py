@@ -1,7 +1,4 @@
-"""A model family as a row of data: its network, the keys of its config.json, and its tensors.
-
-This module does not need PyTorch; `Family.build` imports the network.
-"""
+"""A model family as a row of data: its network, the keys of its config.json, and its tensors. Needs no PyTorch."""
 
 from __future__ import annotations
 
@@ -23,6 +20,8 @@ if TYPE_CHECKING:
     from paceline.decoder.parallel.collectives import Collectives
 
 # ---- fields read from config.json
+
+_EXPERTS = Experts(0, 0, normalise=False)
 
 _ACTIVATIONS = {
     "silu": "silu",
@@ -147,17 +146,37 @@ def unturned_layers(config: Fields) -> tuple[bool, ...]:
     return tuple(not turns for turns in given)
 
 
+def other_rope(change: Callable[[Fields, Fields], Mapping[str, object]]) -> Callable[[Fields], Mapping[str, object]]:
+    """Keys made of a file and its rope settings, which "rope" replaces; the settings that count are the last ones."""
+
+    def more(config: Fields) -> Mapping[str, object]:
+        made: dict[str, object] = {}
+        for key in ("rope_parameters", "rope_scaling"):
+            if (rope := config.child(key)) is not None and (changed := dict(change(config, rope))):
+                made |= {key: changed.pop("rope"), **changed}
+        return made
+
+    return more
+
+
 def experts(
-    name: str, *, count: int | None = None, chosen: int | None = None, normalise: bool | None = None, shared: str = ""
+    name: str,
+    *,
+    count: int | None = None,
+    chosen: int | None = None,
+    normalise: bool | None = None,
+    shared: str = "",
+    plan: Experts = _EXPERTS,
 ) -> Key:
-    """An MoE: the key of the number of experts, and the defaults of absent keys; ``normalise`` None: read from a key."""
+    """An MoE: the key of the number of experts, and defaults of absent keys; ``normalise`` None: read from a key."""
 
     def value(config: Fields) -> Experts:
-        return Experts(
-            config.integer(name, count),
-            config.integer("num_experts_per_tok", chosen),
-            config.flag("norm_topk_prob", False) if normalise is None else normalise,
-            config.integer(shared) if shared else 0,
+        return replace(
+            plan,
+            count=config.integer(name, count),
+            chosen=config.integer("num_experts_per_tok", chosen),
+            normalise=config.flag("norm_topk_prob", False) if normalise is None else normalise,
+            shared=config.integer(shared) if shared else 0,
         )
 
     asked = (name, "num_experts_per_tok", *(("norm_topk_prob",) if normalise is None else ()))
@@ -217,6 +236,7 @@ class Family:
     renamed      keys of the file that have other names in other families
     neutral      keys whose other values would change the computation, with the neutral value, or a function of the file
                  that returns it
+    more         other keys, made of the translated file
     fused        tensors of a layer that hold several parts, or all experts
     nested       the keys that are known inside of an object
     bare_prefix  prefix of names that is missing in checkpoints of the network without its head
@@ -233,6 +253,7 @@ class Family:
     defaults: Mapping[str, object] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
     neutral: Mapping[str, object] = field(default_factory=dict)
+    more: Callable[[Fields], Mapping[str, object]] = lambda _: {}
     fused: tuple[Fused, ...] = ()
     nested: Mapping[str, frozenset[str]] = field(default_factory=dict)
     bare_prefix: str = "model."
@@ -245,9 +266,8 @@ class Family:
         return frozenset(name for key in self.reads.values() for name in key.names).union(self.renamed, self.neutral)
 
     def translated(self, config: Fields) -> Fields:
-        """Return the file with the keys that most families use, and with defaults for absent keys.
-
-        A special token that is null in the file stays none, and a default outside a small vocabulary is not used.
+        """Return the file with the keys that most families use, and with defaults for absent keys; a special token that
+        is null in the file stays none, and a default outside a small vocabulary is not used.
         """
         values = {key: one for key, one in config.values.items() if key not in self.renamed}
         for old, new in self.renamed.items():
@@ -262,6 +282,7 @@ class Family:
                 size = config.integer("vocab_size")
                 value = value if all(isinstance(one, int) and one < size for one in ids) else None
             values[key] = value
+        values |= self.more(Fields(values, config.where))
         return Fields(values, config.where)
 
     def blueprint(self, config: Fields) -> Blueprint:
@@ -277,9 +298,7 @@ class Family:
         return ()
 
     def ignores(self, name: str, config: ModelConfig) -> bool:
-        """Whether a tensor of that name in a checkpoint has no effect; draft heads, by Medusa's names, are for
-        `paceline.medusa`.
-        """
+        """Whether a tensor of that name in a checkpoint has no effect, as draft heads by Medusa's names."""
         found = re.fullmatch(self.ignored, name) if self.ignored else None
         first = config.num_layers
         return bool(_HEADS.fullmatch(name) or (found and int(found.groupdict().get("layer", first)) >= first))

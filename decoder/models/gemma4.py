@@ -7,7 +7,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from paceline.core.types import FeatureSpec
 from paceline.decoder.kernels.protocol import CachePosition
 from paceline.decoder.models.attention import Attention
 from paceline.decoder.models.experts import MixtureOfExperts
@@ -40,30 +39,24 @@ class Gemma4Model(DecoderModel):
     def layer(self, part: Part, weights: Weights, index: int) -> nn.Module:
         return Gemma4Layer(part, weights, index)
 
-    def forward(
+    def _through(
         self,
         tokens: Tensor,
+        hidden: Tensor,
         place: CachePosition,
-        caches: list[tuple[Tensor, Tensor]],
         *,
-        reads: FeatureSpec | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """``caches`` are those of the layers that have one."""
-        at = place.positions(tokens.shape[1]).clamp(max=self._last)
-        hidden = self._entered(embedded(tokens, self.embedding, self.ids, group=self._group, kernels=self._kernels), at)
-        streams, inputs = [hidden], self._inputs_of(tokens, hidden, place)
-        hidden = self._spread(hidden, place)
+        caches: list[KeysAndValues],
+        rotations: list[Rotation | None],
+    ) -> tuple[list[Tensor], Tensor]:
+        inputs, hidden = self._inputs_of(tokens, hidden, place), self._spread(hidden, place)
         kept: dict[int, KeysAndValues] = {}
-        own = dict(zip(self._cached, caches, strict=False))
+        own, made = dict(zip(self._cached, caches, strict=False)), []  # caches are those of layers that have one
         depth = len(self.layers) if len(own) == len(self._cached) else len(own)
-        for index, rotation in enumerate(self.rotations(at)[:depth]):
+        for index, rotation in enumerate(rotations[:depth]):
             layer, source = self.layers[index], self._sources[index]
             hidden, kept[source] = layer(hidden, place, own[source], rotation, inputs[index], kept.get(source))
-            streams.append(self._active(hidden))
-        hidden = self.norm(self._left(hidden, place))
-        if reads is None:
-            return hidden, None
-        return hidden, torch.cat([streams[i] for i in reads.layers], -1) if reads.layers else hidden
+            made.append(self._active(hidden))
+        return made, self._left(hidden, place)
 
     def _inputs_of(self, tokens: Tensor, hidden: Tensor, place: CachePosition) -> list[Tensor | None]:
         """Embeddings of tokens for each layer [b, T, n], of a table and of the embeddings [b, T, H] that all read."""
@@ -101,12 +94,14 @@ class Gemma4Layer(nn.Module):
             part.norm(weights, inner[name]) for name in ("norm", "post norm", "mlp norm", "post mlp norm")
         )
         self.attention = Attention(part, weights, inner, index=index)
-        self.mlp = Mlp(part, weights, inner)
+        plan = part.plan.gemma
+        assert plan is not None
+        below = plan.sparse[index] if plan.sparse else None
+        self.mlp = SparseMlp(part, weights, inner, below=below, width=plan.widths[index])
         self.mixture = BesideExperts(part, weights, inner) if part.plan.experts is not None else None
-        self.factor = frozen(weights.pop(inner["layer factor"]))
+        self.factor = frozen(weights.pop(inner["layer factor"])) if "layer factor" in inner else None
         self._activation = part.plan.activation
-        self._reads = part.plan.gemma is not None and part.plan.gemma.inputs > 0
-        if self._reads:
+        if plan.inputs:
             self.gate = matrix(part.matrix(weights, inner["input gate"]))
             self.projection = matrix(part.matrix(weights, inner["input out"]))
             self.input_norm = part.norm(weights, inner["input norm"])
@@ -120,26 +115,22 @@ class Gemma4Layer(nn.Module):
         own: Tensor | None,
         kept: KeysAndValues | None,
     ) -> tuple[Tensor, KeysAndValues]:
-        """Run one layer on hidden states [b, T, H] and its ``own`` input [b, T, n].
-
-        ``kept``: keys and values of the layer whose cache this one reads. They are written to it once more, where they
-        lie already. -> hidden states, and the keys and values of that cache
-        """
-        q, k, v = self.attention.heads(self.norm(hidden), place, rotation)
-        if kept is None:
-            assert k is not None and v is not None, "the first layer of a cache has keys and values"
-            kept = (k, v)
-        hidden = hidden + self.post_norm(self.attention.attended(q, kept, place, cache=cache))
+        """hidden [b, T, H] and the layer's ``own`` input [b, T, n] -> hidden; keys as in `Attention.with_keys`."""
+        attended, kept = self.attention.with_keys(self.norm(hidden), place, cache=cache, rotation=rotation, kept=kept)
+        hidden = hidden + self.post_norm(attended)
         added = self.mlp(self.mlp_norm(hidden), place.real)
         if self.mixture is not None:
             added = self.mixture(hidden, added, place.real)
         hidden = hidden + self.post_mlp_norm(added)
         if own is not None:
-            gate = self._kernels.activate(
-                self._kernels.linear(hidden, self.gate, place.real), self._activation, gated=False
-            )
-            hidden = hidden + self.input_norm(self._kernels.linear(gate * own, self.projection, place.real))
-        return hidden * self.factor, kept
+            hidden = hidden + self._read(hidden, own, place.real)
+        return hidden if self.factor is None else hidden * self.factor, kept
+
+    def _read(self, hidden: Tensor, own: Tensor, real: Tensor | None) -> Tensor:
+        """The part that the layer's own input adds to hidden states, [b, T, H]."""
+        gate = self._kernels.activate(self._kernels.linear(hidden, self.gate, real), self._activation, gated=False)
+        added: Tensor = self.input_norm(self._kernels.linear(gate * own, self.projection, real))
+        return added
 
 
 class BesideExperts(nn.Module):
@@ -205,27 +196,19 @@ def _as_large(x: Tensor, like: Tensor) -> Tensor:
     return x * like.pow(2).mean(-1, keepdim=True).sqrt() / x.pow(2).mean(-1, keepdim=True).clamp(min=1e-5).sqrt()
 
 
-class Gemma3nLayer(nn.Module):
+class Gemma3nLayer(Gemma4Layer):
     """Attention and a product of low rank next to it, MLP, and streams that are predicted and corrected."""
 
     def __init__(self, part: Part, weights: Weights, index: int) -> None:
-        super().__init__()
+        super().__init__(part, weights, index)
         prefix, plan = part.names.layer.format(i=index), part.plan.gemma
         assert plan is not None
         inner = {name: prefix + rest for name, rest in part.names.inner.items()}
-        self._kernels, self._stream, self._activation = part.kernels, plan.active, part.plan.activation
-        self._size = part.config.hidden_size
-        self.norm, self.post_norm, self.mlp_norm, self.post_mlp_norm = (
-            part.norm(weights, inner[name]) for name in ("norm", "post norm", "mlp norm", "post mlp norm")
-        )
-        self.low_norm, self.router_norm, self.input_norm = (
-            part.norm(weights, inner[name]) for name in ("low norm", "stream norm", "input norm")
-        )
-        self.attention = Attention(part, weights, inner, index=index)
-        self.mlp = SparseMlp(part, weights, inner, below=plan.sparse[index], width=plan.widths[index])
-        self.low_in, self.low_out, self.gate, self.projection, self.router, self.predicts, self.corrects = (
+        self._stream, self._size = plan.active, part.config.hidden_size
+        self.low_norm, self.router_norm = (part.norm(weights, inner[name]) for name in ("low norm", "stream norm"))
+        self.low_in, self.low_out, self.router, self.predicts, self.corrects = (
             frozen(weights.pop(f"{inner[name]}.weight"))
-            for name in ("low in", "low out", "input gate", "input out", "stream router", "predicts", "corrects")
+            for name in ("low in", "low out", "stream router", "predicts", "corrects")
         )
         factors = weights.pop(inner["stream factors"])
         self.factors = frozen(factors) if plan.corrected else None
@@ -236,7 +219,7 @@ class Gemma3nLayer(nn.Module):
         place: CachePosition,
         cache: tuple[Tensor, Tensor],
         rotation: Rotation | None,
-        own: Tensor,
+        own: Tensor | None,
         kept: KeysAndValues | None,
     ) -> tuple[Tensor, KeysAndValues]:
         """Run one layer on streams [b, T, S, H], as `Gemma4Layer`."""
@@ -250,19 +233,16 @@ class Gemma3nLayer(nn.Module):
         active = streams[..., self._stream, :]
         x = self.norm(active)
         low = x + self.low_norm(linear(linear(x, self.low_in, real), self.low_out, real))
-        q, k, v = self.attention.heads(x, place, rotation)
-        if kept is None:
-            assert k is not None and v is not None, "the first layer of a cache has keys and values"
-            kept = (k, v)
-        between = active + self.post_norm(self.attention.attended(q, kept, place, cache=cache))
+        attended, kept = self.attention.with_keys(x, place, cache=cache, rotation=rotation, kept=kept)
+        between = active + self.post_norm(attended)
         between = (between + low) * 2.0**-0.5
         made = between + self.post_mlp_norm(self.mlp(self.mlp_norm(between), real))
         shares = linear(self._routed(made, real), self.corrects, real) + 1.0
         streams = streams + shares.unsqueeze(-1) * (made - active).unsqueeze(-2)
         first = streams[..., self._stream, :]
         first = first if self.factors is None else first * self.factors
-        gate = self._kernels.activate(linear(first, self.gate, real), self._activation, gated=False)
-        added = self.input_norm(linear(gate * own, self.projection, real))
+        assert own is not None, "all layers have an input of their own"
+        added = self._read(first, own, real)
         return torch.cat((streams[..., :1, :], streams[..., 1:, :] + added.unsqueeze(-2)), -2), kept
 
     def _routed(self, x: Tensor, real: Tensor | None) -> Tensor:

@@ -1,8 +1,7 @@
 """The network of a family: embedding, layers, norm and head, as described by its `Blueprint`.
 
-It holds weights (of one rank, if the model is sharded) and reads the caches that it receives; it stores no length and
-does not depend on backends or rounds. Activations are float32, whatever the type of the weights: they are rounded only
-inside a matmul (`Kernels.linear`), so no fusion can change them. Each block ends with a sum over the ranks.
+It reads the caches that it receives, and stores no length. Activations are float32, whatever the type of the weights:
+they are rounded only inside a matmul (`Kernels.linear`), so no fusion can change them.
 """
 
 from __future__ import annotations
@@ -13,9 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.types import FeatureSpec
-from paceline.decoder.kernels.protocol import (
-    CachePosition,
-)
+from paceline.decoder.kernels.protocol import CachePosition
 from paceline.decoder.models.attention import Attention, LatentAttention
 from paceline.decoder.models.experts import MixtureOfExperts
 from paceline.decoder.models.family import parts
@@ -54,9 +51,7 @@ class DecoderModel(nn.Module):
     ids: Tensor
 
     def layer(self, part: Part, weights: Weights, index: int) -> nn.Module:
-        """Call one layer with hidden states [b, T, H], a `CachePosition`, its cache [slots, G, R, D] twice, which it
-        changes in place, and the rotation of the positions, or None. -> hidden states
-        """
+        """Make a layer: (hidden [b, T, H], `CachePosition`, its cache, which it changes, rotation) -> hidden."""
         return DecoderLayer(part, weights, index)
 
     def forward(
@@ -67,20 +62,33 @@ class DecoderModel(nn.Module):
         *,
         reads: FeatureSpec | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """tokens [b, T] int32 -> hidden [b, T, H], before the head, and the requested features [b, T, F].
-
-        Changes ``caches`` in place. With the caches of the first layers alone, the others are left out.
+        """tokens [b, T] int32 -> hidden [b, T, H], before the head, and the requested features [b, T, F]. Changes
+        ``caches``; with those of the first layers, the others are left out.
         """
         at = place.positions(tokens.shape[1]).clamp(max=self._last)
-        hidden = self._entered(embedded(tokens, self.embedding, self.ids, group=self._group, kernels=self._kernels), at)
-        streams = [hidden]
-        for layer, cache, rotation in zip(self.layers, caches, self.rotations(at), strict=False):
-            hidden = layer(hidden, place, cache, rotation)
-            streams.append(hidden)
-        hidden = self.norm(hidden)
+        first = self._entered(embedded(tokens, self.embedding, self.ids, group=self._group, kernels=self._kernels), at)
+        made, last = self._through(tokens, first, place, caches=caches, rotations=self.rotations(at))
+        hidden = self.norm(last)
         if reads is None:
             return hidden, None
+        streams = [first, *made]
         return hidden, torch.cat([streams[i] for i in reads.layers], -1) if reads.layers else hidden
+
+    def _through(
+        self,
+        tokens: Tensor,
+        hidden: Tensor,
+        place: CachePosition,
+        *,
+        caches: list[tuple[Tensor, Tensor]],
+        rotations: list[Rotation | None],
+    ) -> tuple[list[Tensor], Tensor]:
+        """Hidden states [b, T, H] after each layer, and those that the last norm reads."""
+        made = []
+        for layer, cache, rotation in zip(self.layers, caches, rotations, strict=False):
+            hidden = layer(hidden, place, cache, rotation)
+            made.append(hidden)
+        return made, hidden
 
     def _entered(self, hidden: Tensor, at: Tensor) -> Tensor:
         """Embeddings [b, T, H] of positions [b, T] int32 -> what the first layer reads."""
@@ -109,10 +117,7 @@ class DecoderModel(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP with their norms, each added to the residual stream.
-
-    Kernels that compute a whole block, with its norm and its addition, are used for blocks equal to Llama's.
-    """
+    """Attention and MLP with their norms, each added to the residual stream; fused kernels if it is Llama's."""
 
     def __init__(self, part: Part, weights: Weights, index: int) -> None:
         super().__init__()

@@ -7,7 +7,10 @@ from paceline.decoder.models import families, families_experts, families_gemma, 
 from paceline.decoder.models.family import Family
 
 MODEL_FAMILIES: dict[str, Family] = {
-    row.name: row for module in (families, families_experts, families_gpt, families_gemma) for row in module.FAMILIES
+    row.name: row
+    for module in (families, families_experts, families_gpt, families_gemma)
+    for row in vars(module).values()
+    if isinstance(row, Family)
 }
 
 _SAME = {"kimi_k2": "deepseek_v3"}

@@ -1,15 +1,11 @@
-"""Rotary position embedding: its settings, and its tables for a fixed number of positions.
+"""Rotary position embedding: its tables for a fixed number of positions.
 
-Every rope type of Hugging Face's Llama is supported, except frequencies that depend on the current length of the
-sequence. A compiled decoder rotates keys once, when they enter the cache, with a table fixed at build time. All graphs
-of a model use the same table, so their results agree. In Hugging Face's code two types depend on the length; with a
-fixed table:
+A compiled decoder rotates keys once, when they enter the cache, and all graphs of a model use one table. In Hugging
+Face's code the frequencies of two types depend on the length of the sequence; with a fixed table:
 
 - ``dynamic`` equals ``default`` up to ``max_position_embeddings``; longer sequences are rejected.
-- ``longrope`` has one set of factors for sequences up to the original length and one for longer sequences, which
-transformers selects again in every forward pass. With the long table a short sequence would be rotated differently than
-in transformers, and a sequence that grows past the border would hold keys of both sets. So sequences beyond
-``original_max_position_embeddings`` are rejected, and ``long_factor`` is read and never used.
+- ``longrope`` has one set of factors up to ``original_max_position_embeddings`` and one beyond. A sequence that grows
+past the border would hold keys of both sets, so longer ones are rejected, and ``long_factor`` is never used.
 """
 
 import math
@@ -23,9 +19,8 @@ from paceline.decoder.models.config import ROPE_TYPES, RopeConfig, check_positio
 
 
 def rope_tables(config: RopeConfig, head_dim: int, positions: int) -> tuple[Tensor, Tensor]:
-    """Return cos and sin, each float32 [positions, head_dim], multiplied by the type's attention scaling.
-
-    Columns are laid out for `paceline.decoder.kernels.plain.apply_rope`: the head_dim / 2 angles, twice.
+    """Return cos and sin, each float32 [positions, head_dim]: the head_dim / 2 angles twice, as `apply_rope` reads
+    them, multiplied by the type's attention scaling.
     """
     if positions < 1 or head_dim < 2 or head_dim % 2:
         raise ConfigurationError(

@@ -1,8 +1,7 @@
 """The native libraries of this machine: shipped with the package, or built once and kept in the cache.
 
-A wheel may contain kernels for several kinds of processors (added by ``setup.py``). If none fits, and in a checkout,
-they are compiled for this processor. The library that runs recorded steps also depends on the version of PyTorch. Other
-processes wait while one builds. If the cache is not writable, each process builds its own copy.
+If none that a wheel contains fits, and in a checkout, they are compiled for this processor. Other processes wait while
+one builds. If the cache is not writable, each process builds its own copy.
 """
 
 from __future__ import annotations
@@ -36,19 +35,14 @@ _ROOM = 1 << 20  # bytes that a file of a build may need
 
 def library() -> ctypes.CDLL:
     """Return the library of kernels; raise BackendError if none fits and none can be built."""
-    return _libraries()[0]
+    with _ALONE:
+        return _loaded()[0]
 
 
 def program_library() -> ctypes.CDLL:
-    """Return the library that runs recorded steps, with PyTorch's operators ``paceline::...`` and
-    ``paceline_program::...``.
-    """
-    return _libraries()[1]
-
-
-def build_both() -> None:
-    """Build the missing libraries; raise BackendError without a compiler that works."""
-    _libraries()
+    """Return the library that runs recorded steps, with PyTorch's operators ``paceline(_program)::...``."""
+    with _ALONE:
+        return _loaded()[1]
 
 
 def require_compiler() -> str:
@@ -85,11 +79,6 @@ def prebuilt(flags: frozenset[str]) -> list[Path]:
     return [path for path in paths if path.is_file()]
 
 
-def _libraries() -> tuple[ctypes.CDLL, ctypes.CDLL]:
-    with _ALONE:
-        return _loaded()
-
-
 @lru_cache(maxsize=1)
 def _loaded() -> tuple[ctypes.CDLL, ctypes.CDLL]:
     kernels, program = load([(NATIVE, prebuilt(compiler.cpu_flags())), (_PROGRAM, _prebuilt_programs())])
@@ -104,9 +93,7 @@ def _prebuilt_programs() -> list[Path]:
 
 
 def load(wanted: Sequence[tuple[Library, Sequence[Path]]]) -> list[ctypes.CDLL]:
-    """Load libraries, each with symbols for those after it: the first file that this system can load, else a local
-    build.
-    """
+    """Load libraries, each with symbols for those after it: the first file that fits this system, else a build."""
     missing = [library for library, ready in wanted if not ready]
     with ExitStack() as stack:
         root = environment.cache_root() / "native"

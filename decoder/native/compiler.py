@@ -1,7 +1,6 @@
 """The parts of the native libraries, the processors of prebuilt ones, and the call of the C++ compiler.
 
-Libraries are located and loaded by `paceline.decoder.native.build`. ``setup.py`` uses this module without PyTorch, so
-the module must not import it.
+``setup.py`` uses this module without PyTorch, so the module must not import it.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ KERNELS = Library(
 
 
 def program(torch: Path) -> Library:
-    """Return the library that runs recorded steps, with PyTorch's headers, which need C++20 and OpenMP, from ``torch``."""
+    """Return the library that runs recorded steps; PyTorch's headers, from ``torch``, need C++20 and OpenMP."""
     flags = ("-O2", "-std=c++20", "-fopenmp", "-fPIC", "-I", str(torch / "include"))
     return Library("program", {"program.cpp": 12}, "", flags, ("-L", str(torch / "lib"), "-ltorch_cpu", "-lc10"))
 
@@ -104,7 +103,7 @@ def compile_libraries(
 ) -> None:
     """Compile every library into its path, all files in parallel, the slowest first; raise BackendError if one fails.
 
-    ``report``: called after each file with the number of finished files, and their share of the work.
+    ``report`` is called after each file with the number of finished ones, and their share of the work.
     """
     files = [(path, library, name) for path, library in libraries.items() for name in library.sources]
     files.sort(key=lambda file: -file[1].sources[file[2]])

@@ -1,8 +1,7 @@
 """The native kernels as a backend's `Kernels`. `program.cpp` defines their operators.
 
-Weights are stored in pages of 2 MB, if the system has them. Each token reads every weight once, in order. With pages of
-4 kB that stream stops at every page: for an address translation, and because processors do not prefetch past the end of
-a page.
+Weights are stored in pages of 2 MB, if the system has them: each token reads every weight once, in order, and that
+stream would stop at every page of 4 kB.
 """
 
 from __future__ import annotations
@@ -37,10 +36,8 @@ _HUGEPAGE, _COLLAPSE = 14, 25  # MADV_HUGEPAGE, and MADV_COLLAPSE of Linux 6.1: 
 
 
 def use_huge_pages(tensors: Iterable[Tensor]) -> None:
-    """Move the memory of these tensors to huge pages, in place; addresses and contents are unchanged.
-
-    Pages that mostly belong to other data are not moved, so that memory grows by little. Systems without huge pages
-    lose only speed.
+    """Move the memory of these tensors to huge pages, in place. Pages that mostly belong to other data are not moved,
+    so that memory grows by little; systems without huge pages lose only speed.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -71,7 +68,7 @@ def _pages(tensors: Iterable[Tensor]) -> Counter[int]:
     return used
 
 
-def _shape_first(x: Tensor, *_rest: object) -> Tensor:
+def _zeros(x: Tensor, *_rest: object) -> Tensor:
     return torch.zeros_like(x)
 
 
@@ -79,53 +76,22 @@ def _shape_linear(x: Tensor, w: Tensor, *_rest: object) -> Tensor:
     return x.new_zeros(*x.shape[:-1], w.shape[0])
 
 
-def _shape_attend(q: Tensor, *_rest: object) -> Tensor:
-    return q.new_zeros(q.shape[0], q.shape[1], q.shape[2] * q.shape[3])
-
-
-def _shape_rotate(x: Tensor, *_rest: object) -> Tensor:
-    return x.new_zeros(x.shape)
-
-
-def _shape_activate(x: Tensor, _activation: int, gated: bool) -> Tensor:
-    return x.new_zeros(*x.shape[:-1], x.shape[-1] // 2 if gated else x.shape[-1])
-
-
-def _shape_embed(table: Tensor, ids: Tensor) -> Tensor:
-    return table.new_zeros(*ids.shape, table.shape[1], dtype=torch.float32)
-
-
-def _shape_keep(_ks: Tensor, _vs: Tensor, row: Tensor, *_rest: Tensor) -> Tensor:
-    return torch.zeros_like(row)
-
-
-def _shape_choose(logits: Tensor, *_rest: object) -> Tensor:
-    return logits.new_zeros(*logits.shape[:-1], dtype=torch.int32)
-
-
-def _shape_rank(logits: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
-    count = rest[-1]
-    assert isinstance(count, int)
-    shape = (*logits.shape[:-1], count)
-    return logits.new_zeros(shape, dtype=torch.int32), logits.new_zeros(shape)
-
-
 SHAPES: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("row_attention", "row_mlp", "row_experts", "row_norm", "row_probs"), _zeros),
+    "row_rotate": lambda x, *_: x.new_zeros(x.shape),
     "row_linear": _shape_linear,
     "row_linear_real": _shape_linear,
-    "row_attend": _shape_attend,
-    "row_attention": _shape_first,
-    "row_mlp": _shape_first,
-    "row_experts": _shape_first,
-    "row_norm": _shape_first,
-    "row_rotate": _shape_rotate,
-    "row_activate": _shape_activate,
-    "row_embed": _shape_embed,
-    "row_keep": _shape_keep,
-    "row_choose": _shape_choose,
-    "row_rank": _shape_rank,
-    "row_probs": _shape_first,
+    "row_attend": lambda q, *_: q.new_zeros(*q.shape[:2], q.shape[2] * q.shape[3]),
+    "row_activate": lambda x, _, gated: x.new_zeros(*x.shape[:-1], x.shape[-1] // (2 if gated else 1)),
+    "row_embed": lambda table, ids: table.new_zeros(*ids.shape, table.shape[1], dtype=torch.float32),
+    "row_keep": lambda _ks, _vs, row, *_: torch.zeros_like(row),
+    "row_choose": lambda logits, *_: logits.new_zeros(*logits.shape[:-1], dtype=torch.int32),
+    "row_rank": lambda logits, *rest: (
+        logits.new_zeros(*logits.shape[:-1], rest[-1], dtype=torch.int32),
+        logits.new_zeros(*logits.shape[:-1], rest[-1]),
+    ),
 }
+"""Zeros of the shape of an operator's result."""
 
 
 _CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

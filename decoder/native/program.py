@@ -1,8 +1,7 @@
-"""Recorded steps: a step runs once without its kernels, and its operator calls are replayed in C++.
+"""Recorded steps: a step runs once without its kernels, and its operator calls are replayed in C++ (`program.cpp`).
 
-The shapes of a step never depend on data, so its calls are always the same. Nothing is compiled. Values that depend
-only on weights and constants are computed when the step is recorded, and repeated computations are done once. See
-`program.cpp` for how a program runs.
+The shapes of a step never depend on data, so its calls are always the same. Values that depend only on weights and
+constants are computed when the step is recorded, and repeated computations are done once.
 """
 
 from __future__ import annotations

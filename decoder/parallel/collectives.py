@@ -1,7 +1,6 @@
 """Collectives between the ranks of a sharded model, as operations inside a step.
 
-All are functional (PyTorch's traceable collectives), so that a step that calls them runs on processes and lowers to
-collectives of a device. Processes are started by `paceline.decoder.parallel.ranks`.
+All are functional (PyTorch's traceable collectives), so that a step runs on processes and lowers to a device's own.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ class SingleRank:
 class GlooGroup:
     """Ranks as processes of one machine, over gloo.
 
-    A sum is a gather and an addition in the order of ranks: gloo's own sum has an order that depends on a number's
-    offset in the buffer, so a row's bits would depend on its position in a window.
+    A sum is a gather and an addition in the order of ranks: gloo's own order depends on a number's offset in the
+    buffer.
     """
 
     degree: int
@@ -88,9 +87,7 @@ def _gathered(x: Tensor, degree: int, name: str) -> Tensor:
 
 
 def join(path: str, rank: int, group: GlooGroup) -> object:
-    """Join the group that meets at the file ``path``, on this machine's loopback; keep what is returned as long as the
-    group.
-    """
+    """Join the group that meets at the file ``path``, on this machine's loopback; the result keeps it alive."""
     # The collectives find their group by its name; PyTorch's public call for a group makes it the process's only one.
     distributed: Any = torch._C._distributed_c10d
     store = distributed.FileStore(path, group.degree)

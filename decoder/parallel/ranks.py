@@ -1,8 +1,7 @@
 """The ranks of a sharded model as processes: rank 0 is this process, the others are started by it and repeat its steps.
 
-A step is sent once, as a pickle that names the body, the kernels and every tensor of the body; the other ranks
-substitute their own. A call sends its inputs. Decoders of one degree share these processes, so that two of them can be
-in one step. The other side is `paceline.decoder.parallel.rank_process`.
+A step is sent once, as a pickle that names what the other ranks have; a call sends its inputs. Decoders of one degree
+share these processes, so that two of them can be in one step.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from contextlib import ExitStack, suppress
 from functools import lru_cache
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -159,9 +158,7 @@ class Ranks:
                 if self.member.keeps_meeting:
                     weakref.finalize(self, meeting.pop_all().close)
         except (OSError, RuntimeError) as error:
-            lost = self._lost(error)
-            self._end()
-            raise lost from error
+            self._fail(error)
         except BaseException:
             self._end()
             raise
@@ -223,7 +220,7 @@ class Ranks:
                 names[tensor] = ("sent", uuid.uuid4().hex)
                 for tensors, part in zip(given, parts, strict=True):
                     tensors.append((names[tensor], isinstance(part, nn.Parameter), _packed(part)))
-            self._send_each("take", given)
+            self._deliver([[pickle.dumps(("take", (own,), {}))] for own in given])
             self._names.update(names)
 
     def make(self, number: int, graph: Graph) -> int:
@@ -268,26 +265,24 @@ class Ranks:
 
     def _send(self, order: str, *rest: Any, **named: Any) -> None:
         """Send an order, a method of `rank_process.Follower`, with its arguments."""
+        # Plain pickle: a Connection's own would pass tensors as shared memory, which needs related processes.
+        left, self._left = self._left, []
+        orders = [*(("release", (number,), {}) for number in left), (order, rest, named)]
+        self._deliver([[pickle.dumps(one) for one in orders]] * len(self._others))
+
+    def _deliver(self, orders: Sequence[Sequence[bytes]]) -> None:
+        """Send each rank its orders."""
         try:
-            # Plain pickle: a Connection's own would pass tensors as shared memory, which needs related processes.
-            left, self._left = self._left, []
-            orders = [*(("release", (number,), {}) for number in left), (order, rest, named)]
-            for data in map(pickle.dumps, orders):
-                for _, pipe in self._others:
+            for (_, pipe), own in zip(self._others, orders, strict=True):
+                for data in own:
                     pipe.send_bytes(data)
         except OSError as error:
-            lost = self._lost(error)
-            self._end()
-            raise lost from error
+            self._fail(error)
 
-    def _send_each(self, order: str, given: Sequence[object]) -> None:
-        try:
-            for (_, pipe), own in zip(self._others, given, strict=True):
-                pipe.send_bytes(pickle.dumps((order, (own,), {})))
-        except OSError as error:
-            lost = self._lost(error)
-            self._end()
-            raise lost from error
+    def _fail(self, error: Exception) -> NoReturn:
+        lost = self._lost(error)
+        self._end()
+        raise lost from error
 
     def _answers(self) -> None:
         failed: list[Exception] = []
@@ -295,9 +290,7 @@ class Ranks:
             try:
                 answer = pipe.recv()
             except (OSError, EOFError) as error:
-                lost = self._lost(error)
-                self._end()
-                raise lost from error
+                self._fail(error)
             failed += [] if answer is None else [answer]
         if failed:
             raise failed[0]

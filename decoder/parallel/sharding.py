@@ -1,9 +1,7 @@
 """Tensor parallelism: shards of a model's tensors and heads per rank. Pure arithmetic on a ModelConfig.
 
-A family declares how each of its tensors is sharded (`TensorSpec`); the user chooses the layout of the K/V heads of
-grouped-query attention (`GQA`). If heads or columns cannot be divided evenly, ranks are padded with zeros, which do not
-change sums. Files are read by `paceline.decoder.weights.checkpoint`, collectives are in
-`paceline.decoder.parallel.collectives`.
+A family declares how each of its tensors is sharded (`TensorSpec`); the user chooses the layout of the K/V heads
+(`GQA`). If heads or columns cannot be divided evenly, ranks are padded with zeros, which do not change sums.
 """
 
 from __future__ import annotations
@@ -84,8 +82,8 @@ class GQA(Enum):
 
     SHARD_OVER_HEADS  whole heads, on the ranks of their query heads; their number must be divisible by the degree
     REPLICATED_HEADS  each rank has a copy of the K/V heads of its query heads
-    ALL_GATHER_HEADS  the rows of the K/V matrices are sharded, and all ranks' keys and values are gathered: no weight
-                      is read twice, for one more collective per layer; caches as in REPLICATED_HEADS
+    ALL_GATHER_HEADS  the rows of the K/V matrices are sharded, and keys and values are gathered: no weight is read
+    twice
     """
 
     SHARD_OVER_HEADS = "shard-over-heads"
@@ -289,9 +287,7 @@ class Shard:
         return replace(self, config=self.config.of_layer(index))
 
     def cache_numbers(self, rows: int, *, more: int = 0) -> int:
-        """Return how many numbers a rank's keys and values of ``rows`` tokens have, with ``more`` than a head's width
-        for each.
-        """
+        """Return how many numbers a rank's keys and values of ``rows`` tokens have; heads are ``more`` wider."""
         layers = map(self.of_layer, self.config.cached_layers)
         return 2 * rows * sum(len(one.key_heads) * (one.config.head_dim + more) for one in layers)
 

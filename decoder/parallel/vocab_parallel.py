@@ -1,8 +1,4 @@
-"""Embedding, output layer and sampling of a token with the vocabulary sharded over ranks.
-
-With one rank, no function adds an operation. Sampling follows `paceline.core.probs`: the largest score, then the lowest
-id.
-"""
+"""Embedding, output layer and sampling of a token with the vocabulary sharded over ranks."""
 
 from __future__ import annotations
 
@@ -21,11 +17,7 @@ from paceline.decoder.weights.quantize import MatrixLike
 
 @dataclass(frozen=True, slots=True)
 class SharedHead:
-    """Weights that a drafter may share with a target: this rank's rows of both tables, and their ids.
-
-    embedding and head  [n, H], the target's own parameters (tied: one and the same)
-    ids                 [n] int32
-    """
+    """Weights that a drafter may share with a target: this rank's rows of both tables [n, H], and their ids [n]."""
 
     embedding: MatrixLike
     head: MatrixLike
@@ -34,8 +26,7 @@ class SharedHead:
 
 
 def embedded(tokens: Tensor, table: MatrixLike, ids: Tensor, *, group: Collectives, kernels: Kernels) -> Tensor:
-    """Look up embeddings: tokens [b, T] int32, this rank's rows of the table [n, H] and their ids [n] int32 -> [b, T,
-    H] float32.
+    """tokens [b, T] int32, this rank's rows of the table [n, H] and their ids [n] int32 -> [b, T, H] float32
 
     One rank has the row of a token and the others add zeros, so nothing is rounded.
     """
@@ -66,8 +57,7 @@ def choose(
     """Sample tokens from logits of this rank's ids, as `Kernels.sample_tokens`: [b, T, n] -> [b, T] int32
 
     Ranks exchange the best score and its id. If a filter may be on, kernels that read values gather whole rows, on
-    which the kept tokens depend; kernels with sampling modes gather the largest. Kernels that read values must have ids
-    without gaps.
+    which the kept tokens depend; kernels with sampling modes gather the largest, and may have ids with gaps.
     """
     if kernels.sampling_kinds and (part.divided or part.gaps):
         return kernels.sample_tokens(logits, positions, sampling, stream=stream, part=part)
@@ -96,11 +86,7 @@ def rank(
     part: VocabPart,
     kernels: Kernels,
 ) -> tuple[Tensor, Tensor]:
-    """Rank tokens from logits of this rank's ids, as `Kernels.rank_tokens`: [b, T, n] -> [b, T, count] int32 and
-    float32
-
-    Ranks exchange the largest of every row; kernels that read values gather whole rows.
-    """
+    """Rank tokens from logits of this rank's ids, as `Kernels.rank_tokens`: [b, T, n] -> twice [b, T, count]"""
     if part.divided and kernels.sampling_kinds:
         return kernels.rank_tokens(logits, positions, sampling, count=count, part=part)
     every = whole(logits, part.size, part.group).contiguous()

@@ -1,7 +1,4 @@
-"""Write files completely or not at all, and raise a named error if a disk is full, read-only or another user's.
-
-Not here: what is written.
-"""
+"""Write files completely or not at all, and raise a named error if a disk is full, read-only or another user's."""
 
 from __future__ import annotations
 

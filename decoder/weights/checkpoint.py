@@ -1,10 +1,9 @@
 """A checkpoint's weights, checked against the configuration and loaded in the dtype a decoder computes in.
 
-Names, shapes and formats of all tensors are compared before any data are converted, so that a wrong folder fails at
-once. A large tensor is read some rows at a time, from the file opened anew for each of them, because what was read of a
-mapped file stays in memory until it is closed. It neither builds a model nor lays weights out for a kernel. Memory: the
-result plus some rows of a tensor and of the files; a rank's columns are read at once, and a file in the format of
-PyTorch before 1.6 is held whole while it is read.
+Names, shapes and formats of all tensors are compared before any data are converted. A large tensor is read some rows at
+a time, from the file opened anew for each of them, because what was read of a mapped file stays in memory until it is
+closed. Memory: the result plus some rows of a tensor and of the files; a rank's columns are read at once, and a file in
+the format of PyTorch before 1.6 is held whole while it is read.
 """
 
 from __future__ import annotations
@@ -145,17 +144,23 @@ def _read_matrix(
     by_rows = part is not None and (part.dim == 1) is stored.spec.transposed
     if made is not None and made.beyond and form is WeightFormat.FP8_E4M3:
         made = within_e4m3(made)
-    if made is None and part is not None and form is not WeightFormat.INT8_PER_TENSOR:
-        return _quantised_rows(stored, form, part) if by_rows else _quantised_columns(stored, form, part)
-    if made is None:
+    own = made is None and part is not None and form is not WeightFormat.INT8_PER_TENSOR
+    if own and part is not None and not by_rows:
+        return _quantised_columns(stored, form, part)
+    if made is None and not own:
         made = _quantised(stored, form, None)
     if part is None:
+        assert made is not None
         return made
-    if not by_rows:
+    if made is not None and not by_rows:
         (span,) = part.ranges  # of columns there is one
         return made.columns_of(*span, part.size)
-    pieces = [made.rows(*span) for span in part.ranges]
-    return joined_rows([joined_rows([piece], size) for piece, size in zip(pieces, part.sizes, strict=True)])
+    pieces = [_quantised(stored, form, span) if made is None else made.rows(*span) for span in part.ranges]
+    filled = [
+        piece if made is None and len(piece.data) == size else joined_rows([piece], size)  # a copy of what is a view
+        for piece, size in zip(pieces, part.sizes, strict=True)
+    ]
+    return filled[0] if len(filled) == 1 else joined_rows(filled)
 
 
 def _read_tensor(stored: _Stored, dtype: torch.dtype, part: TensorSlice | None) -> Tensor:
@@ -184,14 +189,6 @@ def _quantised(stored: _Stored, form: WeightFormat | None, span: tuple[int, int]
         return quantize_pieces(
             lambda: _finite_rows(stored, (first, last)), (last - first, columns), form or WeightFormat.Q8_0
         )
-
-
-def _quantised_rows(stored: _Stored, form: WeightFormat | None, part: TensorSlice) -> QuantizedTensor:
-    made = [_quantised(stored, form, span) for span in part.ranges]
-    filled = [
-        one if len(one.data) == size else joined_rows([one], size) for one, size in zip(made, part.sizes, strict=True)
-    ]
-    return filled[0] if len(filled) == 1 else joined_rows(filled)
 
 
 def _quantised_columns(stored: _Stored, form: WeightFormat | None, part: TensorSlice) -> QuantizedTensor:
@@ -315,26 +312,28 @@ def load_weights(
     specs = expected | {copy: expected[name] for copy, name in originals.items()}
     _check_infos(places, specs, layout)
     left = _left_alone(specs, modules_to_not_convert, quantization)
-    formats = _formats(place, specs, quantization) | _stored_formats(places, specs, quantization)
-    formats = {name: form for name, form in formats.items() if name not in left}
+    formats = {
+        name: form
+        for name, form in _formats(place, places, specs, quantization=quantization).items()
+        if name not in left
+    }
     loaded: dict[str, Stored] = {}
     copies: dict[str, Stored] = {}
-    portion = max(_PORTION, sum(prod(spec.shape) for spec in specs.values()) // _PORTIONS)
-    for names in _portions(places, specs, portion):
-        return_free_memory()  # of the pieces that were read before
-        with OpenFiles() as files:
-            for name in names:
-                cut = None if shard is None else shard.slice_of(specs[name])
-                stored = _Stored(places[name], specs[name], name, files, layout, portion)
-                tensor = _read(stored, formats, cut, dtype=dtype, blocks=blocks)
-                if name not in expected:
-                    copies[name] = tensor
-                    continue
-                loaded[name] = tensor
-                if progress is not None:
-                    progress(len(loaded), len(expected))
+    for stored in _opened(places, specs, layout):
+        cut = None if shard is None else shard.slice_of(stored.spec)
+        tensor = _read(stored, formats, cut, dtype=dtype, blocks=blocks)
+        if stored.name not in expected:
+            copies[stored.name] = tensor
+            continue
+        loaded[stored.name] = tensor
+        if progress is not None:
+            progress(len(loaded), len(expected))
     for name, tensor in copies.items():
-        _check_tied(places[name].file, name, originals[name], equal=_equal(tensor, loaded[originals[name]]))
+        if not _equal(tensor, loaded[originals[name]]):
+            raise CheckpointError(
+                f"{places[name].file}: {name} differs from {originals[name]}, although config.json sets "
+                "tie_word_embeddings; set it to false to use both, or download the checkpoint again"
+            )
     if quantization is None:
         _widen_where_mixed(loaded, specs, dtype)
     return {name: loaded[name] for name in expected}
@@ -357,8 +356,8 @@ def _read(
 def load_floats(
     path: Path, specs: Mapping[str, TensorSpec], dtype: torch.dtype, *, prefix: str, unused: Sequence[str] = ()
 ) -> dict[str, Tensor]:
-    """Read what a folder has next to the network, as floats, however it is stored: the tensors whose names begin with
-    ``prefix``, by the rest of their names, without the ``unused`` ones. Checks and errors are those of `load_weights`.
+    """Read what a folder has next to the network, as floats: the tensors whose names begin with ``prefix``, by the rest
+    of their names, without the ``unused`` ones; with the checks of `load_weights`.
     """
     layout = stored_layout(path)
     found = _with_parts(_survey(path), layout[0])
@@ -366,14 +365,10 @@ def load_floats(
     expected = dict(specs)
     _check_names(path, [name for name in places if name not in unused], expected, copies=set())
     _check_infos(places, expected, layout)
-    loaded: dict[str, Tensor] = {}
-    portion = max(_PORTION, sum(prod(spec.shape) for spec in specs.values()) // _PORTIONS)
-    for names in _portions(places, expected, portion):
-        with OpenFiles() as files:
-            for name in names:
-                stored = _Stored(places[name], specs[name], name, files, layout, portion)
-                loaded[name] = _read_tensor(stored, torch.float32 if specs[name].exact else dtype, None)
-    return loaded
+    return {
+        stored.name: _read_tensor(stored, torch.float32 if stored.spec.exact else dtype, None)
+        for stored in _opened(places, expected, layout)
+    }
 
 
 def _widen_where_mixed(loaded: dict[str, Stored], specs: Mapping[str, TensorSpec], dtype: torch.dtype) -> None:
@@ -391,15 +386,6 @@ def _widen_where_mixed(loaded: dict[str, Stored], specs: Mapping[str, TensorSpec
             if isinstance(one := loaded[name], QuantizedTensor):
                 wide = one.dequantize().to(dtype)
                 loaded[name] = wide.t().contiguous() if specs[name].transposed else wide
-
-
-def _formats(path: Path, specs: Mapping[str, TensorSpec], quantization: str | None) -> dict[str, WeightFormat | None]:
-    """The format of every matrix that is to be quantised; None: as it is stored, or Q8_0."""
-    if quantization is None:
-        return {}
-    check_kept(path, quantization)
-    form = None if quantization == "gguf" else WeightFormat.of(quantization)
-    return {name: form for name, spec in specs.items() if spec.is_matrix}
 
 
 def _left_alone(specs: Mapping[str, TensorSpec], modules: Sequence[str], quantization: str | None) -> set[str]:
@@ -426,24 +412,26 @@ def _left_alone(specs: Mapping[str, TensorSpec], modules: Sequence[str], quantiz
     return left
 
 
-def _stored_formats(
-    places: Mapping[str, Place], specs: Mapping[str, TensorSpec], quantization: str | None
+def _formats(
+    path: Path, places: Mapping[str, Place], specs: Mapping[str, TensorSpec], *, quantization: str | None
 ) -> dict[str, WeightFormat | None]:
-    """The matrices that are int8 or 8-bit floats in the checkpoint, which no other format is asked of."""
+    """The format of every matrix that is to be quantised: its own, if it is int8 or an 8-bit float in the checkpoint,
+    else the one that is asked for; None: as it is stored, or Q8_0.
+    """
     if quantization is None:
         return {}
-    stored: dict[str, WeightFormat | None] = {
-        name: STORED_FORMATS[places[name].info.dtype]
-        for name, spec in specs.items()
-        if spec.is_matrix and places[name].parts and places[name].info.dtype in STORED_FORMATS
-    }
-    for form in filter(None, set(stored.values())):
-        if quantization == "gguf" or WeightFormat.of(quantization).dtype != form.dtype:
+    check_kept(path, quantization)
+    asked = None if quantization == "gguf" else WeightFormat.of(quantization)
+    formats = {name: asked for name, spec in specs.items() if spec.is_matrix}
+    for name in formats:
+        form = STORED_FORMATS.get(places[name].info.dtype) if places[name].parts else None
+        if form is not None and (asked is None or asked.dtype != form.dtype):
             raise ConfigurationError(
                 f"quantization: expected none, since the checkpoint is already {form.value}, got {quantization!r}; "
                 "omit it"
             )
-    return stored
+        formats[name] = form or asked
+    return formats
 
 
 def _equal(one: Stored, other: Stored) -> bool:
@@ -493,22 +481,24 @@ def _idle(name: str, places: Mapping[str, Place]) -> bool:
         return not bool(places[name].read(files).any())
 
 
-def _portions(places: dict[str, Place], specs: dict[str, TensorSpec], numbers: int) -> Iterator[list[str]]:
-    """The tensors of each file, some at a time.
+def _opened(
+    places: Mapping[str, Place], specs: Mapping[str, TensorSpec], layout: tuple[StoredLayout, Mapping[str, object]]
+) -> Iterator[_Stored]:
+    """The tensors, file by file, in open files.
 
     A file is mapped, and what was read of it stays in memory until it is closed: so it is opened once for each portion.
     """
+    portion = max(_PORTION, sum(prod(spec.shape) for spec in specs.values()) // _PORTIONS)
     for file in dict.fromkeys(places[name].file for name in specs):
-        portion: list[str] = []
-        size = 0
-        for name in (name for name in specs if places[name].file == file):
-            portion.append(name)
-            size += prod(specs[name].shape)
-            if size >= numbers and is_mapped(file):
-                yield portion
-                portion, size = [], 0
-        if portion:
-            yield portion
+        mapped, left = is_mapped(file), [name for name in specs if places[name].file == file]
+        while left:
+            return_free_memory()  # of the pieces that were read before
+            size = 0
+            with OpenFiles() as files:
+                while left and not (mapped and size >= portion):
+                    name = left.pop(0)
+                    size += prod(specs[name].shape)
+                    yield _Stored(places[name], specs[name], name, files, layout, portion)
 
 
 def _prefixed(places: dict[str, Place], family: Family, config: ModelConfig) -> dict[str, Place]:
@@ -551,14 +541,6 @@ def _check_infos(
                     f"{list(place.info.shape)}; use the configuration that belongs to these weights"
                 )
             check_stored(name, place.info.dtype, where=place.file)
-
-
-def _check_tied(file: Path, copy: str, original: str, *, equal: bool) -> None:
-    if not equal:
-        raise CheckpointError(
-            f"{file}: {copy} differs from {original}, although config.json sets tie_word_embeddings; set it to "
-            "false to use both, or download the checkpoint again"
-        )
 
 
 def _configuration(path: Path) -> str:

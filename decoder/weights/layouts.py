@@ -1,7 +1,7 @@
 """Quantised matrices as programs store them: how config.json describes them, and the names of their tensors.
 
-A row for each layout that is read; `paceline.decoder.weights.coded` has its reader, by the same name. Files in which
-some matrices are floats load, whatever config.json says of them. PyTorch is not needed.
+A row for each layout; `paceline.decoder.weights.coded` has its reader, by the same name. Files in which some matrices
+are floats load, whatever config.json says of them.
 """
 
 from __future__ import annotations

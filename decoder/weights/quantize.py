@@ -1,11 +1,9 @@
 """Quantised weight matrices: their formats, how one is made of float numbers, and how it is turned back.
 
 `int8` has a scale for every row (output channel): symmetric, ``scale = max |w| / 127``; `int8_per_tensor` has the same
-one in all rows. `fp8_e4m3` and `fp8_e5m2` are the 8-bit floats of Micikevicius et al. (arXiv 2209.05433), with a scale
-for every row, too: ``max |w| / largest``, which is `E4M3_LARGEST` or 57344. `q8_0`, `q4_0` and `q4_1` are the blocks of
-32 numbers of GGUF files, kept byte by byte as the package ``gguf`` reads and writes them; its `quantize` does the
-rounding. Weights alone are quantised in memory; what products do with activations is the kernels' affair: native ones
-make them integers of 16 bits for int8 and blocks (`decoder/native/integers.h`). Not here: files, and products.
+one in all rows. `fp8_e4m3` and `fp8_e5m2` (Micikevicius et al., arXiv 2209.05433) have a scale for every row, too:
+``max |w| / largest``, which is `E4M3_LARGEST` or 57344. `q8_0`, `q4_0` and `q4_1` are the blocks of 32 numbers of GGUF
+files, as the package ``gguf`` reads and rounds them.
 """
 
 from __future__ import annotations
@@ -83,10 +81,7 @@ Stored = Tensor | QuantizedTensor
 
 
 def joined_rows(parts: Sequence[QuantizedTensor], rows: int | None = None) -> QuantizedTensor:
-    """Matrices one below the other; up to ``rows``, zeros follow.
-
-    Where they are quantised in several formats, as some GGUF files mix them, all become Q8_0.
-    """
+    """Matrices one below the other; up to ``rows``, zeros follow. Formats that differ all become Q8_0."""
     if len({part.format for part in parts}) > 1:
         form = WeightFormat.Q8_0
         parts = [part if part.format is form else quantize(part.dequantize(), form) for part in parts]
@@ -240,10 +235,8 @@ _LARGEST_BITS = int(torch.tensor(E4M3_LARGEST).to(torch.float8_e4m3fn).view(torc
 
 
 def within_e4m3(matrix: QuantizedTensor) -> QuantizedTensor:
-    """A matrix of fp8_e4m3 without numbers above `E4M3_LARGEST`.
-
-    Rows that have some get half of every number and twice the scale: the same weights, but for numbers below 2^-5,
-    whose halves are stored with a fixed step and may be rounded by half of it.
+    """A matrix of fp8_e4m3 without numbers above `E4M3_LARGEST`: rows that have some get half of every number and twice
+    the scale, which rounds only numbers below 2^-5, by half a step.
     """
     assert matrix.format is WeightFormat.FP8_E4M3 and matrix.scales is not None
     rows = beyond_e4m3(matrix.data).any(1).nonzero().flatten()
@@ -257,16 +250,15 @@ def within_e4m3(matrix: QuantizedTensor) -> QuantizedTensor:
 
 
 def beyond_e4m3(data: Tensor) -> Tensor:
-    """Whether each number of e4m3, none of them NaN, is above the largest: by its bits, as its type has few operations."""
+    """Whether each number of e4m3, none of them NaN, is above the largest: by its bits, as its type can do little."""
     return (data.view(torch.uint8) & 0x7F) > _LARGEST_BITS
 
 
 def return_free_memory() -> None:
-    """Ask the allocator to return its free pages to the system; has no effect if it cannot.
+    """Ask the allocator to return its free pages to the system, where it can.
 
-    glibc keeps what is freed in its heap. While a model is built, that is the parts of matrices that were joined;
-    whether the next ones fit there depends on addresses, so the peak of a load grows by a number of megabytes that
-    nobody chose.
+    glibc keeps what is freed in its heap: parts of matrices that were joined, in which the next ones may not fit, so
+    that the peak of a load grows.
     """
     if not sys.platform.startswith("linux"):
         return

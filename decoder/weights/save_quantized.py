@@ -1,8 +1,5 @@
-"""`save_quantized`: a checkpoint with weights of 8 or 4 bits, made of one with floats, in the layout of
-compressed-tensors.
-
-It loads faster and takes a quarter of the disk of float32, or less; the model is the one that the same ``quantization``
-makes of the original when it is loaded, number by number.
+"""`save_quantized`: a checkpoint with weights of 8 or 4 bits, made of one with floats: the model that the same
+``quantization`` makes when the original is loaded, number by number.
 """
 
 import copy

@@ -137,7 +137,7 @@ def draft_shape(
 
 
 _LAYER_KEYS = frozenset({"attention_bias", "use_sliding_window", "sliding_window", "layer_types", "max_window_layers"})
-_READ = STANDARD | HARMLESS.keys() | _LAYER_KEYS
+_READ = STANDARD | HARMLESS | _LAYER_KEYS
 _LAYER_MUST_BE = {
     **{
         key: MustBe((value,), "the layers are those of Qwen3")

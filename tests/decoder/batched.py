@@ -90,7 +90,6 @@ class Arrivals:
 
 
 def texts(made: SpeculativeGenerator, setting: str) -> list[list[int]]:
-    """Results of the prompts, six in four slots."""
     requests = [
         Request(index, tuple(prompt), replace(SETTINGS[setting], seed=index), len(prompt) + length)
         for index, (prompt, length) in enumerate(zip(PROMPTS, LENGTHS, strict=True))

@@ -1,13 +1,15 @@
-"""Shared by the tests of the native kernels."""
+"""Shared by the tests of native kernels and of weights."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from paceline.decoder.native.ops import Native
+from tests.decoder.checkpoints import State, small_model
 
 
 @pytest.fixture(scope="session")
@@ -20,3 +22,8 @@ def restored_threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> State:
+    return small_model(tmp_path)

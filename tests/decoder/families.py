@@ -15,6 +15,7 @@ _ROTARY = {
     "hidden_size": 32, "intermediate_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12,
     "max_position_embeddings": POSITIONS,
 }  # fmt: skip
+_EIGHT = {**_ROTARY, "head_dim": 8}
 _GPT = {"n_embd": 32, "n_head": 4, "n_positions": POSITIONS}
 _PLAIN = {"hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": POSITIONS}
 _SLIDES = ["full_attention", "sliding_attention", "sliding_attention"]
@@ -45,15 +46,14 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
         "qwen3_moe",
         {**_ROTARY, "moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True},
     ),
-    "qwen2": ("qwen2", {**_ROTARY, "head_dim": 8}),
+    "qwen2": ("qwen2", _EIGHT),
     "mistral": ("mistral", {**_ROTARY, "sliding_window": WINDOW}),
     "mixtral": ("mixtral", {**_ROTARY, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
-    "phi3": ("phi3", {**_ROTARY, "head_dim": 8, "sliding_window": WINDOW, "pad_token_id": 0}),
+    "phi3": ("phi3", {**_EIGHT, "sliding_window": WINDOW, "pad_token_id": 0}),
     "phi3 partial": (
         "phi3",
         {
-            **_ROTARY,
-            "head_dim": 8,
+            **_EIGHT,
             "sliding_window": None,
             "pad_token_id": 0,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
@@ -87,14 +87,13 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
         {**_PLAIN, "ffn_dim": 40, "word_embed_proj_dim": 32},
     ),
     "phi": ("phi", {**_PLAIN, "intermediate_size": 40}),
-    "starcoder2": ("starcoder2", {**_ROTARY, "head_dim": 8, "sliding_window": WINDOW}),
-    "stablelm": ("stablelm", {**_ROTARY, "head_dim": 8, "use_qkv_bias": True}),
-    "stablelm parallel": ("stablelm", {**_ROTARY, "head_dim": 8, "use_parallel_residual": True}),
+    "starcoder2": ("starcoder2", {**_EIGHT, "sliding_window": WINDOW}),
+    "stablelm": ("stablelm", {**_EIGHT, "use_qkv_bias": True}),
+    "stablelm parallel": ("stablelm", {**_EIGHT, "use_parallel_residual": True}),
     "smollm3": (
         "smollm3",
         {
-            **_ROTARY,
-            "head_dim": 8,
+            **_EIGHT,
             "no_rope_layer_interval": 2,
             "use_sliding_window": True,
             "sliding_window": WINDOW,
@@ -104,8 +103,7 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "granite": (
         "granite",
         {
-            **_ROTARY,
-            "head_dim": 8,
+            **_EIGHT,
             "embedding_multiplier": 3.0,
             "residual_multiplier": 0.7,
             "attention_multiplier": 0.2,
@@ -114,19 +112,18 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     ),
     "seed oss": ("seed_oss", {**_ROTARY, "attention_out_bias": True}),
     "ernie": ("ernie4_5", {**_ROTARY, "use_bias": True}),
-    "arcee": ("arcee", {**_ROTARY, "head_dim": 8}),
+    "arcee": ("arcee", _EIGHT),
     "gemma": ("gemma", _ROTARY),
-    "olmo2": ("olmo2", {**_ROTARY, "head_dim": 8}),
-    "olmoe": ("olmoe", {**_ROTARY, "head_dim": 8, "num_experts": 5, "num_experts_per_tok": 2}),
-    "exaone4": ("exaone4", {**_ROTARY, "head_dim": 8, "sliding_window": WINDOW, "sliding_window_pattern": 2}),
+    "olmo2": ("olmo2", _EIGHT),
+    "olmoe": ("olmoe", {**_EIGHT, "num_experts": 5, "num_experts_per_tok": 2}),
+    "exaone4": ("exaone4", {**_EIGHT, "sliding_window": WINDOW, "sliding_window_pattern": 2}),
     "glm": ("glm", {**_ROTARY, "pad_token_id": 0}),
     "glm4": ("glm4", {**_ROTARY, "pad_token_id": 0}),
-    "cohere": ("cohere", {**_ROTARY, "head_dim": 8, "use_qk_norm": True}),
+    "cohere": ("cohere", {**_EIGHT, "use_qk_norm": True}),
     "qwen2 moe": (
         "qwen2_moe",
         {
-            **_ROTARY,
-            "head_dim": 8,
+            **_EIGHT,
             "moe_intermediate_size": 24,
             "shared_expert_intermediate_size": 20,
             "num_experts": 5,
@@ -179,8 +176,7 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "ernie moe": (
         "ernie4_5_moe",
         {
-            **_ROTARY,
-            "head_dim": 8,
+            **_EIGHT,
             "moe_intermediate_size": 16,
             "moe_num_experts": 5,
             "moe_k": 2,
@@ -191,11 +187,11 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     ),
     "minimax": (
         "minimax_m2",
-        {**_ROTARY, "head_dim": 8, "rotary_dim": 4, "num_local_experts": 6, "num_experts_per_tok": 2},
+        {**_EIGHT, "rotary_dim": 4, "num_local_experts": 6, "num_experts_per_tok": 2},
     ),
     "ministral": ("ministral", {**_ROTARY, **_MIXED}),
     "cwm": ("cwm", {**_ROTARY, **_MIXED, "head_dim": 8, "bos_token_id": 0}),
-    "helium": ("helium", {**_ROTARY, "head_dim": 8}),
+    "helium": ("helium", _EIGHT),
     "vaultgemma": ("vaultgemma", {**_ROTARY, "sliding_window": WINDOW, "query_pre_attn_scalar": 20}),
     "gpt oss": (
         "gpt_oss",
@@ -210,21 +206,21 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "granite moe": (
         "granitemoe",
         {
-            **_ROTARY, "head_dim": 8, "num_local_experts": 5, "num_experts_per_tok": 2, "embedding_multiplier": 3.0,
+            **_EIGHT, "num_local_experts": 5, "num_experts_per_tok": 2, "embedding_multiplier": 3.0,
             "residual_multiplier": 0.7, "attention_multiplier": 0.2, "logits_scaling": 4.0,
         },
     ),
     "phi moe": (
         "phimoe",
         {
-            **_ROTARY, "head_dim": 8, "num_local_experts": 5, "router_jitter_noise": 0.3, "sliding_window": WINDOW,
+            **_EIGHT, "num_local_experts": 5, "router_jitter_noise": 0.3, "sliding_window": WINDOW,
             "attention_bias": True, "lm_head_bias": True,
         },
     ),
     "llama4": (
         "llama4_text",
         {
-            **_ROTARY, "head_dim": 8, "intermediate_size": 24, "intermediate_size_mlp": 40, "num_local_experts": 5,
+            **_EIGHT, "intermediate_size": 24, "intermediate_size_mlp": 40, "num_local_experts": 5,
             "interleave_moe_layer_step": 2, "no_rope_layer_interval": 3, "attention_chunk_size": WINDOW,
             "floor_scale": 7, "attn_scale": 0.5,
         },
@@ -239,7 +235,7 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
             },
         },
     ),
-    "apertus": ("apertus", {**_ROTARY, "head_dim": 8}),
+    "apertus": ("apertus", _EIGHT),
     "codegen": ("codegen", {**_GPT, "rotary_dim": 4}),
     "falcon": ("falcon", {**_PLAIN, "ffn_hidden_size": 40, "bias": True}),
     "falcon new": (
@@ -276,12 +272,12 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
             "top_k_experts": 2, "moe_intermediate_size": 16, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
         },
     ),
-    "nanochat": ("nanochat", {**_ROTARY, "head_dim": 8, "final_logit_softcapping": 3.0}),
+    "nanochat": ("nanochat", {**_EIGHT, "final_logit_softcapping": 3.0}),
     "hunyuan": (
         "hunyuan_v1_dense",
         {**_ROTARY, "rope_parameters": {"rope_type": "dynamic", "factor": 1.0, "alpha": 50.0, "rope_theta": 1e4}},
     ),
-    "olmo": ("olmo", {**_ROTARY, "head_dim": 8, "clip_qkv": 0.5}),
+    "olmo": ("olmo", {**_EIGHT, "clip_qkv": 0.5}),
     "olmo3": (
         "olmo3",
         {
@@ -305,7 +301,7 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
         },
     ),
     "mpt": ("mpt", {"d_model": 36, "n_heads": 6, "max_seq_len": POSITIONS, "attn_config": {"clip_qkv": 0.5}}),
-    "nemotron": ("nemotron", {**_ROTARY, "head_dim": 8}),
+    "nemotron": ("nemotron", _EIGHT),
     "persimmon": ("persimmon", {**_PLAIN, "intermediate_size": 40}),
     "bloom": ("bloom", {"hidden_size": 32, "n_head": 4, "seq_length": POSITIONS}),
 }  # fmt: skip
@@ -322,10 +318,7 @@ _PLUS_ONE = ("gemma", "gemma2", "gemma3_text", "vaultgemma")
 
 
 def network(name: str, *, layers: int = 3, **changes: object) -> PreTrainedModel:
-    """A random model. Layers beyond the first add little, so that a model without them resembles it.
-
-    ``changes`` are of its configuration.
-    """
+    """A random model. Layers beyond the first add little, so that a model without them resembles it."""
     kind, fields = FAMILIES[name]
     fields = {"vocab_size": VOCABULARY, "num_hidden_layers": layers, "bos_token_id": None, **fields, **changes}
     if "layer_types" in fields:

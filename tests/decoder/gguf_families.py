@@ -1,6 +1,4 @@
-"""Tiny models of every family as GGUF files: llama.cpp's names of tensors are the gguf package's table, the rest is
-written as llama.cpp's converter does it; no tests.
-"""
+"""Tiny models of every family as GGUF files, written as llama.cpp's converter does it; no tests."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from safetensors.numpy import load_file
 from transformers import PreTrainedModel
 
 from tests.decoder.families import network
-from tests.decoder.gguf_files import add
+from tests.decoder.gguf_files import add, finish
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -166,10 +164,7 @@ def write(folder: Path, case: Case, kind: Kind = Kind.F32) -> tuple[PreTrainedMo
         quantised = kind is not Kind.F32 and tensor.ndim > 1 and name.startswith("blk")
         data = gguf.quants.quantize(np.ascontiguousarray(tensor), kind) if quantised else tensor
         writer.add_tensor(name, np.ascontiguousarray(data), raw_dtype=kind if quantised else None)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return made, path
 
 
@@ -198,7 +193,6 @@ def _sizes(config: Any) -> dict[str, object]:
 
 
 def _tensors(saved: Arrays, config: Any, case: Case) -> Arrays:
-    """The tensors of a checkpoint as the converter writes them."""
     kind = case.architecture
     table = gguf.get_tensor_name_map(
         next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == kind), config.num_hidden_layers
@@ -247,7 +241,6 @@ def _apart(name: str, tensor: NDArray[Any]) -> Arrays:
 
 
 def _stacked(saved: Arrays) -> Arrays:
-    """Experts of a layer as one tensor."""
     made: Arrays = {}
     saved = {label: tensor for name, one in saved.items() for label, tensor in _apart(name, one).items()}
     groups: dict[str, list[NDArray[Any]]] = {}

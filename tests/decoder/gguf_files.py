@@ -121,6 +121,13 @@ TOKENIZER: dict[str, object] = {
 }
 
 
+def finish(writer: gguf.GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def write(
     path: Path,
     made: LlamaForCausalLM,
@@ -147,10 +154,7 @@ def write(
         form = kind if tensor.ndim == 2 else Kind.F32
         data = stored(tensor, form, seed) if tensor.dtype == np.float32 else tensor
         writer.add_tensor(name, data, raw_dtype=form if data.dtype == np.uint8 else None)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

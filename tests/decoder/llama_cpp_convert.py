@@ -1,7 +1,6 @@
 """llama.cpp's converter on folders of tiny models, with one vocabulary for all: python llama_cpp_convert.py SOURCES.
 
-SOURCES is the folder of llama.cpp's sources. Reads lines of "folder<tab>file<tab>options" and answers each with "ok" or
-an error. What families do about their tokenizers is left out: a random model has none of theirs.
+Reads lines of "folder<tab>file<tab>options" and answers each with "ok" or an error.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from typing import Any
 
 
 def main() -> None:
-    """Answer every line of standard input."""
     sources = sys.argv[1]
     sys.path[:0] = [sources, f"{sources}/gguf-py"]
     converter = importlib.import_module("convert_hf_to_gguf")

@@ -15,7 +15,6 @@ import llama_cpp as cpp  # type: ignore[import-not-found]
 
 
 def greedy(file: str, text: list[int], count: int) -> list[int]:
-    """The line of a file."""
     options: Any = cpp.llama_model_default_params()
     options.use_mmap = False
     model = cpp.llama_model_load_from_file(file.encode(), options)
@@ -41,7 +40,6 @@ def greedy(file: str, text: list[int], count: int) -> list[int]:
 
 
 def main() -> None:
-    """Print a line for each file."""
     text = [int(one) for one in sys.stdin.read().split()]
     for file in sys.argv[2:]:
         try:

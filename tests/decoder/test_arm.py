@@ -1,6 +1,4 @@
-"""Kernels compiled for ARM (NEON), in an emulator: they come to the bits of this machine's, which other tests compare
-with plain references.
-"""
+"""Kernels compiled for ARM (NEON), in an emulator: they come to the bits of this machine's."""
 
 from __future__ import annotations
 
@@ -19,6 +17,7 @@ from paceline.decoder import environment
 from paceline.decoder.native import build, compiler
 from paceline.decoder.weights.formats import WeightFormat
 from paceline.decoder.weights.quantize import quantize
+from tests.decoder.other_kernels import call
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 DRIVER = Path(__file__).with_name("arm_driver.cpp")
@@ -64,22 +63,9 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Emulated:
 
 
 def here(name: str, *arguments: Argument) -> list[Tensor]:
-    """The same call of this machine's kernels."""
-    tensors = [one.clone() for one in arguments if isinstance(one, Tensor)]
-    left = iter(tensors)
-    getattr(build.library(), name)(
-        *(
-            ctypes.c_void_p(next(left).data_ptr())
-            if isinstance(one, Tensor)
-            else ctypes.c_float(one)
-            if isinstance(one, float)
-            else ctypes.c_void_p(None)
-            if one is None
-            else ctypes.c_int64(one)
-            for one in arguments
-        )
-    )
-    return tensors
+    own = [one.clone() if isinstance(one, Tensor) else one for one in arguments]
+    call(build.library(), name, *own)
+    return [one for one in own if isinstance(one, Tensor)]
 
 
 def agree(emulated: Emulated, name: str, *arguments: Argument) -> None:

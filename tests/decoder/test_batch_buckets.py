@@ -53,7 +53,6 @@ def test_requests_stay_where_a_drafter_cannot_move_them(workshop: Workshop, monk
 
 
 def test_a_prompt_that_moved_is_still_shared(workshop: Workshop) -> None:
-    """And what lay in the slot that it came from is not taken for a prompt."""
     target = fresh(workshop.checkpoint(), backend="eager", batch_size=4)
     prompt, known = tuple(batched.PROMPTS[3]), target.prefix_cache
     with target.held_by(object()):

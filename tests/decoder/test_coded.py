@@ -11,7 +11,7 @@ import copy
 import json
 import re
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,8 +21,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from paceline import AutoDecoder
-from paceline.auto import SamplingDecoder
 from paceline.core.errors import CheckpointError, MissingWeightsError, UnknownArchitectureError, WeightValueError
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.parallel.sharding import GQA, Layout, Shard
@@ -293,11 +291,7 @@ def floats(weights: Mapping[str, Stored]) -> dict[str, Tensor]:
     return {name: one.dequantize() if isinstance(one, QuantizedTensor) else one for name, one in weights.items()}
 
 
-def load(folder: Path, **options: Any) -> SamplingDecoder:
-    return AutoDecoder.from_pretrained(
-        folder,
-        **{"backend": "eager", "batch_size": 2, "amp": "f32", "context_length_estimate": [tiny.CHUNK], **options},
-    )
+load = partial(tiny.load, batch_size=2, context_length_estimate=[tiny.CHUNK])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import copy
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from paceline import AutoDecoder, SpeculativeGenerator
-from paceline.auto import SamplingDecoder
+from paceline import SpeculativeGenerator
 from paceline.core.errors import (
     ConfigurationError,
     DecoderBusyError,
 )
 from paceline.decoder import steps
-from tests.decoder.tiny import POSITIONS, VOCABULARY, Workshop, network
+from paceline.decoder.options import check_width
+from tests.decoder.tiny import POSITIONS, VOCABULARY, Workshop, load, network
 from tests.equality.settings import PROMPTS, plain, run, texts
-
-
-def loaded(folder: Path, **options: object) -> SamplingDecoder:
-    return AutoDecoder.from_pretrained(folder, **{"backend": "eager", "amp": "f32", **options})  # type: ignore[arg-type]
-
 
 # ---- options
 
@@ -42,7 +35,7 @@ def loaded(folder: Path, **options: object) -> SamplingDecoder:
 def test_decoder_has_the_given_buckets_and_chunks(
     workshop: Workshop, options: dict[str, object], kv_buckets: tuple[int, ...], chunks: tuple[int, ...]
 ) -> None:
-    decoder = loaded(workshop.checkpoint(), **options)
+    decoder = load(workshop.checkpoint(), **options)
     assert (decoder.options.kv_buckets, decoder.options.chunks) == (kv_buckets, chunks)
     assert decoder.n_positions == kv_buckets[-1]
     assert decoder.options.draft_chunks == (chunks if chunks[0] <= 16 else (16, *chunks))
@@ -52,14 +45,14 @@ def test_a_single_number_of_positions_gives_buckets_of_doubling_length(tmp_path:
     model = network(layers=1)
     model.config.max_position_embeddings = 1000
     model.save_pretrained(tmp_path)
-    assert loaded(tmp_path).options.kv_buckets == (128, 256, 512, 1000)
-    assert loaded(tmp_path, n_positions=512).options.kv_buckets == (128, 256, 512)
-    assert loaded(tmp_path, n_positions=513).options.kv_buckets == (128, 256, 512, 513)
+    assert load(tmp_path).options.kv_buckets == (128, 256, 512, 1000)
+    assert load(tmp_path, n_positions=512).options.kv_buckets == (128, 256, 512)
+    assert load(tmp_path, n_positions=513).options.kv_buckets == (128, 256, 512, 513)
 
 
 @pytest.mark.parametrize("amp", ["f32", "bf16", "f16"])
 def test_amp_sets_the_format_of_weights_and_cache(workshop: Workshop, amp: str) -> None:
-    decoder = loaded(workshop.checkpoint(), amp=amp)
+    decoder = load(workshop.checkpoint(), amp=amp)
     dtype = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}[amp]
     assert {p.dtype for p in decoder.body.parameters()} == {dtype}
     assert decoder.body.get_buffer("keys_1").dtype == dtype
@@ -94,7 +87,7 @@ def test_invalid_options_are_rejected_with_the_possible_values(
     workshop: Workshop, options: dict[str, object], parts: list[str]
 ) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        loaded(workshop.checkpoint(), **options)
+        load(workshop.checkpoint(), **options)
     for part in parts:
         assert part in str(caught.value)
 
@@ -102,22 +95,14 @@ def test_invalid_options_are_rejected_with_the_possible_values(
 # ---- checkpoints that cannot be used: refused while loading, before anything is compiled
 
 
-def test_progress_is_reported_while_weights_are_read(workshop: Workshop) -> None:
-    seen: list[tuple[int, int]] = []
-    loaded(workshop.checkpoint(), progress=lambda done, all_: seen.append((done, all_)))
-    assert [done for done, _ in seen] == list(range(1, len(seen) + 1))
-    assert {all_ for _, all_ in seen} == {len(seen)}
-
-
-def test_a_small_model_is_loaded_with_one_thread(workshop: Workshop) -> None:
-    seen: set[int] = set()
-    before = torch.get_num_threads()
+def test_progress_is_reported_while_weights_are_read_with_one_thread(
+    workshop: Workshop, restored_threads: None
+) -> None:
+    seen: list[tuple[int, int, int]] = []
     torch.set_num_threads(3)
-    try:
-        loaded(workshop.checkpoint(), progress=lambda *_: seen.add(torch.get_num_threads()))
-        assert (seen, torch.get_num_threads()) == ({1}, 3)
-    finally:
-        torch.set_num_threads(before)
+    load(workshop.checkpoint(), progress=lambda done, of: seen.append((done, of, torch.get_num_threads())))
+    assert seen == [(done, len(seen), 1) for done in range(1, len(seen) + 1)], "a small model"
+    assert torch.get_num_threads() == 3
 
 
 # ---- prompts in chunks
@@ -126,7 +111,7 @@ def test_a_small_model_is_loaded_with_one_thread(workshop: Workshop) -> None:
 @pytest.mark.parametrize("chunks", [[1], [4, 8], [7], [64], [16, 128]])
 def test_a_prompt_in_chunks_gives_the_logits_of_hugging_face(workshop: Workshop, chunks: list[int]) -> None:
     model = LlamaForCausalLM.from_pretrained(workshop.checkpoint(), dtype=torch.float32)
-    decoder = loaded(workshop.checkpoint(), context_length_estimate=chunks, batch_size=2)
+    decoder = load(workshop.checkpoint(), context_length_estimate=chunks, batch_size=2)
     for length in (1, 7, 8, 9, 37, 100):
         prompt = torch.randint(VOCABULARY, (1, length), generator=torch.Generator().manual_seed(length))
         with torch.no_grad():
@@ -176,21 +161,12 @@ def test_a_rejected_generation_does_not_disturb_the_running_one(workshop: Worksh
 
 
 @pytest.mark.parametrize(("width", "fits"), [(1, True), (128, True), (129, False), (0, False), (-1, False)])
-def test_a_window_has_every_supported_width(workshop: Workshop, width: int, fits: bool) -> None:
-    decoder = workshop.decoder()
+def test_a_window_has_every_supported_width(width: int, fits: bool) -> None:
     if fits:
-        decoder.check_width(width)
+        check_width(width)
     else:
         with pytest.raises(ConfigurationError, match=rf"expected 1 to 128 verified tokens \(k \+ 1\), got {width}"):
-            decoder.check_width(width)
-
-
-def test_a_longer_prefill_graph_does_not_widen_windows(workshop: Workshop) -> None:
-    decoder = copy.copy(workshop.decoder())
-    decoder.options = replace(decoder.options, chunks=(256,))
-    decoder.check_width(128)
-    with pytest.raises(ConfigurationError, match="got 129"):
-        decoder.check_width(129)
+            check_width(width)
 
 
 def test_a_width_that_does_not_fit_is_rejected_before_work(workshop: Workshop) -> None:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from paceline import AutoDecoder, save_quantized
+from paceline import save_quantized
 from paceline.core.errors import ConfigurationError
 from paceline.decoder.backends.base import check_formats
 from paceline.decoder.backends.registry import BACKENDS
@@ -46,10 +46,8 @@ def numbers(data: Tensor) -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("original")
-    tiny.network().save_pretrained(made)
-    return made
+def original(workshop: tiny.Workshop) -> Path:
+    return workshop.checkpoint()
 
 
 @pytest.fixture(scope="module")
@@ -131,9 +129,7 @@ def test_requested_e4m3_quantisation_stays_within_240(wide: Path) -> None:
 )
 def test_steps_over_e4m3_are_exportable_graphs(original: Path, name: str) -> None:
     """A compiler is given the bytes, and the operators that widen them."""
-    decoder = AutoDecoder.from_pretrained(
-        original, backend="eager", amp="f32", batch_size=4, context_length_estimate=[tiny.CHUNK], quantization=FORM
-    )
+    decoder = tiny.load(original, batch_size=4, context_length_estimate=[tiny.CHUNK], quantization=FORM)
     weights = load_weights(original, decoder.config, torch.float32, quantization=FORM)
     body = ModelWithCache(decoder.config, decoder.options, weights, kernels=TraceableKernels()).eval()
     step, given = STEPS[name](body, tiny.POSITIONS), inputs(name, 1)

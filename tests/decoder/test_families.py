@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,13 +11,14 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from paceline import AutoDecoder, SpeculativeGenerator
+from paceline import SpeculativeGenerator
 from paceline.auto import SamplingDecoder
 from paceline.core.errors import UnknownArchitectureError
 from paceline.decoder.json_fields import Fields
 from paceline.decoder.kernels.protocol import CachePosition, Tree
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.models.registry import MODEL_FAMILIES
+from tests.decoder import tiny
 from tests.decoder.families import FAMILIES, NEAR, POSITIONS, VOCABULARY, WINDOW, save_pair
 
 TEXT = torch.randint(0, VOCABULARY, (2, 40), generator=torch.Generator().manual_seed(1))
@@ -32,9 +34,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, P
     return {name: save_pair(tmp_path_factory.mktemp("family"), name) for name in FAMILIES}
 
 
-def loaded(folder: Path, **options: object) -> SamplingDecoder:
-    wanted = {"backend": "eager", "amp": "f32", "context_length_estimate": [16], **options}
-    return AutoDecoder.from_pretrained(folder, **wanted)  # type: ignore[arg-type]
+loaded = partial(tiny.load, context_length_estimate=[16])
 
 
 def read(decoder: SamplingDecoder, tokens: Tensor, row: int, parents: list[int] | None = None) -> Tensor:

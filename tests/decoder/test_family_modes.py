@@ -1,8 +1,4 @@
-"""Families of every choice on two ranks: the tokens of the whole model. With drafters: the equality matrix.
-
-Sums of partial products are rounded otherwise than a whole product, so that equal tokens are what is to be expected but
-at a near-tie.
-"""
+"""Families of every choice on two ranks: the tokens of the whole model. With drafters: the equality matrix."""
 
 from __future__ import annotations
 
@@ -10,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline import AutoDecoder
 from tests.decoder.families import FAMILIES, NEAR, network
+from tests.decoder.tiny import load
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6] * 2, [5, 5]]  # of unequal length; the longer one is longer than a sliding window
 SETTINGS: list[dict[str, object]] = [{}, {"do_sample": True, "temperature": 0.8, "seed": 3}]
@@ -23,9 +19,7 @@ def test_a_family_on_two_ranks_keeps_the_tokens(tmp_path: Path, name: str) -> No
     network(name).save_pretrained(tmp_path)
     found = []
     for degree in (1, 2):
-        decoder = AutoDecoder.from_pretrained(
-            tmp_path, backend="eager", amp="f32", batch_size=2, context_length_estimate=[16], tp_degree=degree
-        )
+        decoder = load(tmp_path, batch_size=2, context_length_estimate=[16], tp_degree=degree)
         found.append([decoder.sample(PROMPTS, max_new_tokens=8, **asked).tolist() for asked in SETTINGS])  # type: ignore[arg-type, union-attr]
         if degree > 1:
             decoder.close()

@@ -15,7 +15,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from paceline import AutoDecoder, SpeculativeGenerator
+from paceline import SpeculativeGenerator
 from paceline.auto import SamplingDecoder
 from paceline.core.errors import CheckpointError, MissingWeightsError, UnknownArchitectureError
 from paceline.decoder import steps
@@ -27,18 +27,14 @@ from paceline.decoder.weights import checkpoint
 from paceline.decoder.weights.hub import checkpoint_path
 from paceline.decoder.weights.open import open_weight_file
 from tests.decoder.gguf_files import END, HEADS, SCALES, START, TOKENS, VOCABULARY, network, write
+from tests.decoder.tiny import load
 from tests.fakes_models import generated
 
 PROMPT = [START, 40, 41, 257, 12, 99, 100, 7]
 TYPES = [Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, *SCALES]
 
 
-def loaded(path: Path, **options: object) -> SamplingDecoder:
-    return AutoDecoder.from_pretrained(path, **{"backend": "eager", "amp": "f32", **options})  # type: ignore[arg-type]
-
-
 def theirs(path: Path) -> LlamaForCausalLM:
-    """Logits of transformers for the same file."""
     made: LlamaForCausalLM = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     made.generation_config.pad_token_id = 0
     return made.eval()
@@ -66,7 +62,7 @@ def test_every_tensor_type_equals_transformers(tmp_path: Path, kind: Kind) -> No
     assert len(found) == len(list(judge.parameters()))
     for name, tensor in found.items():
         assert torch.equal(tensor, expected[name]), name
-    check_logits(loaded(path), judge)
+    check_logits(load(path), judge)
 
 
 @pytest.mark.parametrize("kind", [Kind.F32, Kind.Q4_1], ids=lambda kind: kind.name)
@@ -99,24 +95,12 @@ def test_shards_may_start_inside_a_block(tmp_path: Path, kind: Kind) -> None:
                 assert torch.equal(source.read_range(name, (first, last), dim=1), whole[:, first:last])
 
 
-@pytest.mark.usefixtures("two_ranks")
-def test_ranks_in_processes_give_the_same_tokens(tmp_path: Path) -> None:
-    path = write(tmp_path / "model.gguf", network(), Kind.Q4_1)
-    divided = loaded(path, tp_degree=2)
-    try:
-        assert torch.equal(
-            divided.sample([PROMPT], max_new_tokens=16), loaded(path).sample([PROMPT], max_new_tokens=16)
-        )
-    finally:
-        divided.close()
-
-
 def test_biases_are_permuted_like_their_weights(tmp_path: Path) -> None:
     made = network(bias=True)
     path = write(tmp_path / "model.gguf", made)
     config = ModelConfig.from_pretrained(path)
     assert config.attention_bias and config.mlp_bias
-    check_logits(loaded(path), made, atol=1e-5)
+    check_logits(load(path), made, atol=1e-5)
 
 
 LLAMA_3 = {
@@ -133,49 +117,29 @@ def llama_3_factors(head_dim: int, theta: float) -> np.ndarray[Any, Any]:
     return np.where(wavelengths < 32 / 4.0, 1.0, np.where(wavelengths > 32.0, 8.0, between)).astype(np.float32)
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+YARN_KEYS = {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.original_context_length": 32}
 SCALINGS: dict[str, tuple[Mapping[str, object], Mapping[str, object]]] = {
-    "linear": (
-        {"rope_type": "linear", "factor": 4.0},
-        {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0},
-    ),
-    "linear, as it was written before": ({"rope_type": "linear", "factor": 4.0}, {"llama.rope.scale_linear": 4.0}),
-    "yarn": (
-        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
-        {
-            "llama.rope.scaling.type": "yarn",
-            "llama.rope.scaling.factor": 4.0,
-            "llama.rope.scaling.original_context_length": 32,
-        },
-    ),
+    "linear": ({"rope_type": "linear", "factor": 4.0}, {"scaling.type": "linear", "scaling.factor": 4.0}),
+    "linear, as it was written before": ({"rope_type": "linear", "factor": 4.0}, {"scale_linear": 4.0}),
+    "yarn": (YARN, YARN_KEYS),
     "yarn with a share of its own": (
-        {
-            "rope_type": "yarn",
-            "factor": 4.0,
-            "original_max_position_embeddings": 32,
-            "attention_factor": 1.5 * (0.1 * math.log(4.0) + 1.0),
-            "beta_fast": 16.0,
-            "beta_slow": 2.0,
-        },
-        {
-            "llama.rope.scaling.type": "yarn",
-            "llama.rope.scaling.factor": 4.0,
-            "llama.rope.scaling.original_context_length": 32,
-            "llama.rope.scaling.attn_factor": 1.5,
-            "llama.rope.scaling.yarn_beta_fast": 16.0,
-            "llama.rope.scaling.yarn_beta_slow": 2.0,
-        },
+        {**YARN, "attention_factor": 1.5 * (0.1 * math.log(4.0) + 1.0), "beta_fast": 16.0, "beta_slow": 2.0},
+        {**YARN_KEYS, "scaling.attn_factor": 1.5, "scaling.yarn_beta_fast": 16.0, "scaling.yarn_beta_slow": 2.0},
     ),
     "llama 3": (LLAMA_3, {}),
 }
+"""Settings of config.json, and keys of the file below llama.rope."""
 
 
 @pytest.mark.parametrize("name", SCALINGS)
 def test_rope_scaling_equals_the_original_models(tmp_path: Path, name: str) -> None:
     """transformers reads none of these keys, so the model before its conversion is the judge."""
     rope, keys = SCALINGS[name]
+    changes = {f"llama.rope.{key}": value for key, value in keys.items()}
     made = network(rope=rope)
     extra = {"rope_freqs.weight": llama_3_factors(64, 50000.0)} if name == "llama 3" else {}
-    decoder = loaded(write(tmp_path / "model.gguf", made, changes=keys, extra=extra))
+    decoder = load(write(tmp_path / "model.gguf", made, changes=changes, extra=extra))
     assert decoder.config.rope.type == {"llama 3": "longrope"}.get(name, rope["rope_type"])
     check_logits(decoder, made, atol=2e-5)
 
@@ -206,9 +170,7 @@ def test_header_equals_that_of_the_gguf_package(tmp_path: Path) -> None:
 
 
 def test_the_header_is_read_once_for_all_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The header has every word of the vocabulary: reading it again for every tensor took six times as long as the
-    weights.
-    """
+    """The header has every word of the vocabulary."""
     path, read = write(tmp_path / "model.gguf", network(), Kind.Q4_1), []
     config = ModelConfig.from_pretrained(path)
     monkeypatch.setattr(checkpoint, "_PORTION", 1)
@@ -220,7 +182,7 @@ def test_the_header_is_read_once_for_all_tensors(tmp_path: Path, monkeypatch: py
 def test_a_file_drafts_for_a_folder(tmp_path: Path) -> None:
     made = network()
     made.save_pretrained(tmp_path / "folder")
-    target = loaded(tmp_path / "folder")
+    target = load(tmp_path / "folder")
     path = write(tmp_path / "draft.gguf", made, Kind.Q8_0)
     generator = SpeculativeGenerator(str(path), target, k=3)
     done = generator.sample([PROMPT], max_new_tokens=20)
@@ -231,10 +193,10 @@ def test_a_file_drafts_for_a_folder(tmp_path: Path) -> None:
 def test_a_folder_with_one_gguf_file_loads_and_with_several_is_rejected(tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", network())
     assert checkpoint_path(tmp_path) == path
-    assert loaded(tmp_path).folder == path
+    assert load(tmp_path).folder == path
     write(tmp_path / "other.gguf", network())
     with pytest.raises(CheckpointError, match=r"2 GGUF files .* give one of them: model.gguf, other.gguf"):
-        loaded(tmp_path)
+        load(tmp_path)
     network().save_pretrained(tmp_path)
     assert checkpoint_path(tmp_path) == tmp_path  # safetensors come first
 
@@ -272,7 +234,7 @@ def test_keys_that_change_the_output_are_rejected_by_name(tmp_path: Path, name: 
     changes, error, words = REFUSED[name]
     path = write(tmp_path / "model.gguf", network(), changes=changes)
     with pytest.raises(error, match=words) as caught:
-        loaded(path)
+        load(path)
     assert str(path) in str(caught.value)
 
 
@@ -291,12 +253,12 @@ def test_an_unknown_tensor_type_is_rejected(tmp_path: Path) -> None:
 def test_missing_or_unused_tensors_are_rejected(tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", network(), changes={"llama.block_count": 3})
     with pytest.raises(MissingWeightsError, match=r"expected the tensors model.layers.2.* the file's metadata belongs"):
-        loaded(path)
+        load(path)
     extra = {"blk.0.attn_q_norm.weight": np.ones(64, np.float32)}
     with pytest.raises(
         CheckpointError, match=r"expected only tensors .*, got also model.layers.0.self_attn.q_norm.weight"
     ):
-        loaded(write(tmp_path / "model.gguf", network(), extra=extra))
+        load(write(tmp_path / "model.gguf", network(), extra=extra))
     path = write(
         tmp_path / "model.gguf",
         network(),
@@ -305,7 +267,7 @@ def test_missing_or_unused_tensors_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"k_proj.weight: expected shape .* from the file's metadata, got \[128, 256\]"
     ):
-        loaded(path)
+        load(path)
 
 
 def test_a_file_truncated_anywhere_is_rejected(tmp_path: Path) -> None:
@@ -315,7 +277,7 @@ def test_a_file_truncated_anywhere_is_rejected(tmp_path: Path) -> None:
     for size in (0, 2, 7, 20, 200, 3000, header_ends, header_ends + 30, len(whole) - 100_000, len(whole) - 1):
         path.write_bytes(whole[:size])
         with pytest.raises(CheckpointError, match=r"cut.gguf: .*(truncated|empty|expected a GGUF)"):
-            loaded(path)
+            load(path)
 
 
 def test_lengths_in_the_header_are_checked(tmp_path: Path) -> None:
@@ -329,13 +291,13 @@ def test_lengths_in_the_header_are_checked(tmp_path: Path) -> None:
         changed[at : at + 8] = struct.pack("<Q", 1 << 60)
         path.write_bytes(changed)
         with pytest.raises(CheckpointError, match=r"wrong.gguf: the file is (truncated|damaged)"):
-            loaded(path)
+            load(path)
 
 
 def test_other_files_named_gguf_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     with pytest.raises(MissingWeightsError, match="does not exist"):
-        loaded(path)
+        load(path)
     for content, words in (
         (b"PK\x03\x04 and more", "expected a GGUF file, got one that starts with"),
         (b"version https://git-lfs.github.com/spec/v1", "Git LFS pointer"),
@@ -344,7 +306,7 @@ def test_other_files_named_gguf_are_rejected(tmp_path: Path) -> None:
     ):
         path.write_bytes(content)
         with pytest.raises(CheckpointError, match=words):
-            loaded(path)
+            load(path)
 
 
 def test_nan_weights_are_rejected(tmp_path: Path) -> None:
@@ -354,4 +316,4 @@ def test_nan_weights_are_rejected(tmp_path: Path) -> None:
         file.seek(at)
         file.write(struct.pack("<f", float("nan")))
     with pytest.raises(CheckpointError, match=r"mlp.down_proj.weight contains NaN"):
-        loaded(path)
+        load(path)

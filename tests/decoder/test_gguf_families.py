@@ -14,7 +14,6 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from transformers import PreTrainedModel
 
-from paceline import AutoDecoder
 from paceline.core.errors import CheckpointError, UnknownArchitectureError
 from paceline.decoder.gguf.architectures import ARCHITECTURES
 from paceline.decoder.gguf.header import read_header
@@ -26,6 +25,7 @@ from paceline.decoder.weights.open import open_weight_file
 from paceline.decoder.weights.quantize import QuantizedTensor
 from tests.decoder.families import VOCABULARY
 from tests.decoder.gguf_families import CASES, write
+from tests.decoder.gguf_files import finish
 
 TEXT = torch.randint(0, VOCABULARY, (1, 30), generator=torch.Generator().manual_seed(1))
 every_case = pytest.mark.parametrize("name", CASES)
@@ -33,7 +33,6 @@ every_case = pytest.mark.parametrize("name", CASES)
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[PreTrainedModel, Path, Path]]:
-    """The model, its folder and its file."""
     place = tmp_path_factory.mktemp("families")
     folders = {name: place / name.replace(" ", "_") for name in CASES}
     return {name: (*write(folders[name], case), folders[name])[::1] for name, case in CASES.items()}  # type: ignore[misc]
@@ -83,16 +82,6 @@ def _plain(config: ModelConfig) -> ModelConfig:
     return replace(config, blueprint=plan, rope=rope, local_rope=local)
 
 
-@pytest.mark.full
-@every_case
-def test_gguf_greedy_text_equals_transformers(files: dict[str, tuple[PreTrainedModel, Path, Path]], name: str) -> None:
-    model, path, _ = files[name]
-    decoder = AutoDecoder.from_pretrained(path, backend="eager", amp="f32", n_positions=64)
-    wishes = {"max_length": 50, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(TEXT)}
-    greedy = model.generate(TEXT, **wishes)  # type: ignore[operator]
-    assert torch.equal(decoder.sample(TEXT, 50), greedy)
-
-
 @pytest.mark.parametrize("name", ["mixtral", "gptneox", "gpt2", "phi3"])
 def test_packed_formats_equal_dequantised_ones(tmp_path: Path, name: str) -> None:
     """Rows of experts, of queries in another order, and of matrices that a checkpoint has the other way round."""
@@ -114,7 +103,6 @@ def test_packed_formats_equal_dequantised_ones(tmp_path: Path, name: str) -> Non
 
 
 def _dequantised() -> list[Kind]:
-    """Types that the gguf package dequantises."""
     found = []
     for kind in Kind:
         try:
@@ -138,10 +126,7 @@ def test_every_type_equals_the_gguf_packages_dequantisation(tmp_path: Path, kind
     for key in ("embedding_length", "attention.head_count"):
         writer.add_uint32(f"llama.{key}", 4)
     writer.add_tensor("blk.0.ffn_up_exps.weight", blocks, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     wanted = gguf.dequantize(blocks, kind)
     with open_weight_file(path) as source:
         for expert in range(4):
@@ -165,10 +150,7 @@ def test_fused_tensors_are_split(tmp_path: Path) -> None:
         tensors[f"blk.{layer}.attn_qkv.weight"] = np.concatenate(sides)
     for name, tensor in tensors.items():
         writer.add_tensor(name, tensor)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     assert header.tensors.keys() != read_header(tmp_path / "fused.gguf").tensors.keys()
     with open_weight_file(path) as apart, open_weight_file(tmp_path / "fused.gguf") as fused:
         assert apart.infos() == fused.infos()
@@ -188,10 +170,7 @@ def test_a_split_gguf_model_loads_as_one(tmp_path: Path) -> None:
                 writer.add_key_value(key, field.contents(), field.types[0])
         for tensor in some:
             writer.add_tensor(tensor.name, np.array(tensor.data))
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        finish(writer)
     whole = checkpoint.load_weights(path, ModelConfig.from_pretrained(path), torch.float32)
     for number in (1, 3):  # any part names all of them
         part = tmp_path / f"part-{number:05d}-of-00003.gguf"
@@ -253,10 +232,7 @@ def test_tensors_of_a_file_are_cut_and_joined_as_a_checkpoint_has_them(tmp_path:
     for label, shape in shapes.items():
         held[label] = draw.random(shape, np.float32)
         writer.add_tensor(label, held[label])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     with open_weight_file(tmp_path / "model.gguf") as source:
         assert {label: info.shape for label, info in source.infos().items()} == wanted
         found = {label: source.read(label).numpy() for label in wanted}
@@ -293,10 +269,7 @@ def test_numbers_of_the_metadata_are_tensors(tmp_path: Path) -> None:
         writer.add_array("xielu.alpha_p", [0.25, 0.5])
         writer.add_array("xielu.beta", [0.5, beta])
         writer.add_tensor("output_norm.weight", np.ones(2, np.float32))
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        finish(writer)
     with open_weight_file(tmp_path / "0.5.gguf") as source:
         assert source.read("model.layers.1.mlp.act_fn.alpha_p").tolist() == [0.5]
     ModelConfig.from_pretrained(tmp_path / "0.5.gguf")

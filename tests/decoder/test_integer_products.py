@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 
 import numpy as np
@@ -15,7 +14,7 @@ from paceline.decoder.native import build
 from paceline.decoder.native.ops import Native
 from paceline.decoder.weights.formats import WeightFormat
 from paceline.decoder.weights.quantize import PackedMatrix, QuantizedTensor, quantize
-from tests.decoder.other_kernels import kernels
+from tests.decoder.other_kernels import call, kernels, numbers
 
 FORMATS = [WeightFormat.INT8, WeightFormat.INT8_PER_TENSOR, WeightFormat.Q8_0, WeightFormat.Q4_0, WeightFormat.Q4_1]
 SHAPES = [(32, 5), (64, 3), (96, 6), (288, 9), (1056, 4)]
@@ -25,10 +24,6 @@ ODD = [(1, 3), (15, 2), (17, 4), (50, 7), (4096 + 33, 5)]
 LARGEST, LEAST_TOP, SEGMENT = np.float32(32767), np.float32(2.0**-100), 4096
 Floats = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.int64]
-
-
-def numbers(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def rounded(x: Floats) -> tuple[Integers, Floats]:
@@ -163,11 +158,8 @@ def other(request: pytest.FixtureRequest) -> Product:
     assert library.paceline_integer_sums() == left
 
     def product(x: Tensor, stored: QuantizedTensor) -> Tensor:
-        made = torch.empty(len(x), stored.shape[0])
-        scales = None if stored.scales is None else stored.scales.data_ptr()
-        pointers = [x.data_ptr(), stored.data.data_ptr(), scales, made.data_ptr()]
-        sizes = (len(x), *reversed(stored.shape), stored.format.code)
-        library.paceline_linear(*map(ctypes.c_void_p, pointers), *map(ctypes.c_int64, sizes))
+        made, sizes = torch.empty(len(x), stored.shape[0]), (len(x), *reversed(stored.shape), stored.format.code)
+        call(library, "paceline_linear", x, stored.data, stored.scales, made, *sizes)
         return made
 
     return product

@@ -294,7 +294,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def wanted(files: dict[str, Path]) -> dict[str, list[int]]:
-    """llama.cpp's tokens."""
     command = [PYTHON, str(HERE / "llama_cpp_greedy.py"), str(NEW), *map(str, files.values())]
     text = " ".join(map(str, TEXT))
     answer = subprocess.run(command, input=text, capture_output=True, text=True, check=True)

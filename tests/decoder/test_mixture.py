@@ -7,10 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from paceline import AutoDecoder
-from paceline.auto import SamplingDecoder
 from paceline.decoder.kernels.torch_kernels import TorchKernels
 from paceline.decoder.models import registry
 from paceline.decoder.models.config import ModelConfig
@@ -21,6 +18,7 @@ from paceline.decoder.parallel.sharding import Shard
 from paceline.decoder.weights.checkpoint import load_weights
 from paceline.neuron.kernels import TraceableKernels
 from tests.decoder.families import save_pair
+from tests.decoder.tiny import load
 
 CHUNK = 16
 MIXTURES = ["mixtral", "qwen3 moe"]
@@ -32,18 +30,8 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return made
 
 
-def load(folder: Path, backend: str, amp: str) -> SamplingDecoder:
-    return AutoDecoder.from_pretrained(folder, backend=backend, amp=amp, batch_size=2, context_length_estimate=[CHUNK])
-
-
-def mixtures(model: nn.Module) -> list[MixtureOfExperts]:
-    found = [one for one in model.modules() if isinstance(one, MixtureOfExperts)]
-    assert found
-    return found
-
-
 def test_router_ties_go_to_the_lowest_experts(folder: Path) -> None:
-    one = mixtures(load(folder, "eager", "f32").body)[0]
+    one = next(one for one in load(folder).body.modules() if isinstance(one, MixtureOfExperts))
     probs = torch.tensor([[[0.1, 0.3, 0.3, 0.3], [0.25, 0.25, 0.25, 0.25], [0.2, 0.2, 0.1, 0.5]]])
     wanted = torch.tensor([[[0, 0.5, 0.5, 0], [0.5, 0.5, 0, 0], [0.2 / 0.7, 0, 0, 0.5 / 0.7]]])
     torch.testing.assert_close(one.chosen(probs), wanted)

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import LlamaConfig
@@ -49,44 +50,24 @@ def test_defaults_equal_those_of_hugging_face(tmp_path: Path) -> None:
 
 
 def test_configurations_saved_by_transformers_are_read(tmp_path: Path) -> None:
-    LlamaConfig(
-        vocab_size=96,
-        hidden_size=48,
-        intermediate_size=80,
-        num_hidden_layers=3,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=16,
-        rms_norm_eps=1e-5,
-        max_position_embeddings=512,
-        rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3},
-        tie_word_embeddings=True,
-        attention_bias=True,
-        mlp_bias=True,
-        eos_token_id=[7, 9],
-        pad_token_id=0,
-        bos_token_id=None,
-    ).save_pretrained(tmp_path)
+    alike: dict[str, Any] = {
+        "vocab_size": 96, "hidden_size": 48, "intermediate_size": 80, "head_dim": 16, "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 512, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True,
+        "pad_token_id": 0, "bos_token_id": None,
+    }  # fmt: skip
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}
+    sizes = {"num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2}
+    LlamaConfig(**alike, **sizes, rope_parameters=rope, eos_token_id=[7, 9]).save_pretrained(tmp_path)
     assert ModelConfig.from_pretrained(str(tmp_path)) == ModelConfig(
         model_type="llama",
-        vocab_size=96,
-        hidden_size=48,
-        intermediate_size=80,
         num_layers=3,
         num_heads=6,
         num_kv_heads=2,
-        head_dim=16,
-        rms_norm_eps=1e-5,
-        max_position_embeddings=512,
         rope=RopeConfig("llama3", 5e5, 512, 64, factor=8.0),
-        tie_word_embeddings=True,
-        attention_bias=True,
-        mlp_bias=True,
         hidden_act="silu",
         eos_token_ids=(7, 9),
-        pad_token_id=0,
-        bos_token_id=None,
         blueprint=Blueprint(qkv_bias=True, out_bias=True, mlp_bias=True),
+        **alike,
     )
 
 

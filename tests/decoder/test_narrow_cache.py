@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from paceline import AutoDecoder
-from paceline.auto import SamplingDecoder
 from paceline.core.errors import ConfigurationError
 from paceline.decoder import memory
 from paceline.decoder.kernels import cache_rows
@@ -16,34 +15,26 @@ from paceline.decoder.kernels.protocol import CachePosition, Tree
 from paceline.decoder.kernels.torch_kernels import TorchKernels
 from paceline.decoder.native.ops import Native
 from tests.decoder import tiny
+from tests.decoder.other_kernels import numbers
 
 FORMATS = list(cache_rows.CACHE_DTYPES)
 PROMPTS = [[5, 9, 13, 5, 9], [40, 2]]
 
 
+load = partial(tiny.load, amp="bf16", batch_size=2, context_length_estimate=[tiny.CHUNK])
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("target")
-    tiny.network().save_pretrained(made)
-    return made
-
-
-def load(folder: Path, backend: str = "eager", **options: object) -> SamplingDecoder:
-    settings: dict[str, object] = {"batch_size": 2, "context_length_estimate": [tiny.CHUNK], **options}
-    return AutoDecoder.from_pretrained(folder, n_positions=tiny.POSITIONS, backend=backend, **settings)
-
-
-def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+def folder(workshop: tiny.Workshop) -> Path:
+    return workshop.checkpoint()
 
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_a_cached_row_is_near_its_values_and_stores_its_scale(form: str) -> None:
-    dtype, rows = cache_rows.CACHE_DTYPES[form], drawn(40, 12) * torch.logspace(-20, 6, 40, base=2)[:, None]
+    dtype, rows = cache_rows.CACHE_DTYPES[form], numbers(40, 12) * torch.logspace(-20, 6, 40, base=2)[:, None]
     rows[3] = 0
     packed = cache_rows.pack(rows, dtype)
     assert packed.dtype is dtype and packed.shape == (40, 12 + cache_rows.SCALE_BYTES)
-    assert cache_rows.row_numbers(packed) == 12
     found, largest = cache_rows.unpack(packed), rows.abs().amax(1, keepdim=True)
     bound = {"int8": 1 / 254, "fp8_e4m3": 1 / 16, "fp8_e5m2": 1 / 8}[form]
     assert bool(((found - rows).abs() <= bound * 1.001 * largest).all())
@@ -54,7 +45,11 @@ def test_a_cached_row_is_near_its_values_and_stores_its_scale(form: str) -> None
 def _both(form: str, *, tree: bool, window: int = 7) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, ...]]]:
     """Attention of the native kernels and of plain PyTorch over the same cache; and the caches afterwards."""
     dtype, slots, groups, rows, width = cache_rows.CACHE_DTYPES[form], 2, 2, 64, 12
-    qkv = (drawn(2, window, 4, width), drawn(2, window, groups, width, seed=1), drawn(2, window, groups, width, seed=2))
+    qkv = (
+        numbers(2, window, 4, width),
+        numbers(2, window, groups, width, seed=1),
+        numbers(2, window, groups, width, seed=2),
+    )
     start = torch.tensor([20, 33], dtype=torch.int32)
     count = torch.full((2,), window, dtype=torch.int32)
     parents = torch.tensor([[-1, 0, 0, 1, 1, 2, 5]] * 2, dtype=torch.int32)
@@ -63,7 +58,7 @@ def _both(form: str, *, tree: bool, window: int = 7) -> tuple[list[torch.Tensor]
     )
     found, caches = [], []
     for kernels in (Native(), TorchKernels()):
-        cache = tuple(cache_rows.pack(drawn(slots, groups, rows, width, seed=s), dtype) for s in (3, 4))
+        cache = tuple(cache_rows.pack(numbers(slots, groups, rows, width, seed=s), dtype) for s in (3, 4))
         found.append(kernels.attend(qkv, (cache[0], cache[1]), place))
         path = torch.tensor([[2, 5, 6, -1]] * 2, dtype=torch.int32)
         if tree:
@@ -85,7 +80,7 @@ def test_native_kernels_write_the_same_bytes_and_attend_equally(form: str, tree:
 def test_a_rows_bits_do_not_depend_on_its_window(form: str) -> None:
     """Read together, in two pieces, and one token at a time: the same results, and the same cache."""
     native, dtype, groups, rows, width, length = Native(), cache_rows.CACHE_DTYPES[form], 2, 32, 16, 13
-    q, k, v = (drawn(1, length, heads, width, seed=heads + i) for i, heads in enumerate((4, groups, groups)))
+    q, k, v = (numbers(1, length, heads, width, seed=heads + i) for i, heads in enumerate((4, groups, groups)))
     slots, made = torch.zeros(1, dtype=torch.int32), []
     for cuts in ([length], [5, length], list(range(1, length + 1))):
         cache = [torch.zeros(1, groups, rows, width + cache_rows.SCALE_BYTES, dtype=dtype) for _ in range(2)]
@@ -127,4 +122,4 @@ def test_unsupported_cache_formats_are_rejected_by_name(folder: Path) -> None:
         load(folder, kv_cache_dtype="int4")
     for backend in ("neuron", "xla", "neuron-native"):
         with pytest.raises(ConfigurationError, match=r"kv_cache_dtype='int8' asks for 8 bits; .* eager, native"):
-            load(folder, backend, kv_cache_dtype="int8")
+            load(folder, backend=backend, kv_cache_dtype="int8")

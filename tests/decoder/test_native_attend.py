@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from paceline.decoder.kernels.protocol import CachePosition
+from paceline.decoder.kernels.protocol import PLAIN_ATTENTION, AttentionRule, CachePosition
 from paceline.decoder.kernels.torch_kernels import TorchKernels
 from paceline.decoder.native.ops import Native
 
@@ -61,21 +60,30 @@ def attend(kernels: Native | TorchKernels, given: Case) -> Tensor:
     return kernels.attend(given.qkv, given.cache, given.place)
 
 
-def textbook(given: Case) -> Tensor:
-    """Line by line and head by head, in float64, over a cache that holds what was written."""
+def textbook(given: Case, rule: AttentionRule = PLAIN_ATTENTION, *, both_ways: bool = False) -> Tensor:
+    """Line by line and head by head, in float64; rows after the count are zero."""
     q, k, v = given.qkv
-    keys, values = (c.clone() for c in given.cache)
-    lines, window, heads, width = q.shape
-    out = torch.zeros(lines, window, heads, width, dtype=torch.float64)
-    for b, (row, count, slot) in enumerate(zip(given.row, given.count, given.slots, strict=True)):
-        for t in range(count):
-            keys[slot, :, row + t], values[slot, :, row + t] = k[b, t].to(keys.dtype), v[b, t].to(keys.dtype)
-        for t in range(count):
+    heads, width = q.shape[2:]
+    out = torch.zeros(*q.shape, dtype=torch.float64)
+    for b, (row, slot) in enumerate(zip(given.row, given.slots, strict=True)):
+        keys, values = (
+            torch.cat((cache[slot, :, :row], new[b].transpose(0, 1).to(cache.dtype)), 1).double()
+            for cache, new in zip(given.cache, (k, v), strict=True)
+        )
+        for t in range(given.count[b]):
+            begin = max(0, row + t + 1 - rule.window) if rule.window else 0
+            begin = (row + t) // rule.chunk * rule.chunk if rule.chunk else begin
+            end = row + (given.count[b] if both_ways else t + 1)
             for h in range(heads):
                 g = h * k.shape[2] // heads
-                seen = slice(0, row + t + 1)
-                scores = keys[slot, g, seen].double() @ q[b, t, h].double() / math.sqrt(width)
-                out[b, t, h] = scores.softmax(0) @ values[slot, g, seen].double()
+                scores = keys[g, begin:end] @ q[b, t, h].double() / width**0.5
+                if rule.cap:
+                    scores = rule.cap * torch.tanh(scores / rule.cap)
+                if rule.slopes is not None:
+                    scores = scores + rule.slopes[h].double() * torch.arange(begin + 1 - end, 1)
+                if rule.sinks is not None:
+                    scores = torch.cat((scores, rule.sinks[h : h + 1].double()))
+                out[b, t, h] = scores.softmax(0)[: end - begin] @ values[g, begin:end]
     return out.flatten(2)
 
 

@@ -43,7 +43,6 @@ def cached() -> list[Path]:
 
 
 def stub(folder: Path, script: str) -> str:
-    """A compiler that does this."""
     path = folder / "compiler"
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o700)

@@ -14,6 +14,7 @@ from paceline.decoder.kernels.torch_kernels import TorchKernels
 from paceline.decoder.native.ops import Native
 from paceline.decoder.weights.formats import WeightFormat
 from paceline.decoder.weights.quantize import PackedMatrix, quantize
+from tests.decoder.other_kernels import numbers
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(6, 2, 33, 20), (8, 2, 96, 64), (128, 8, 64, 32), (1, 1, 16, 8), (3, 3, 40, 13)]
@@ -21,10 +22,6 @@ SHAPES = [(6, 2, 33, 20), (8, 2, 96, 64), (128, 8, 64, 32), (1, 1, 16, 8), (3, 3
 WIDTHS = [1, 2, 5, 9, 64]
 MOST = max(WIDTHS)
 NAN = float("nan")
-
-
-def numbers(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def mixture(shape: tuple[int, int, int, int], dtype: torch.dtype, activation: str = "silu") -> ExpertWeights:
@@ -197,9 +194,7 @@ def test_experts_are_the_same_with_any_number_of_threads(
 
 @pytest.mark.parametrize("form", WeightFormat, ids=lambda form: form.value)
 def test_quantised_experts_equal_dequantised_ones(native: Native, form: WeightFormat) -> None:
-    """Results equal those of the same experts dequantised, with the same bits for a single row and a row among
-    others.
-    """
+    """Also bit by bit, for a single row and a row among others."""
     shape = (8, 2, 96, 64)
     plain, x, shares = mixture(shape, torch.float32), numbers(1, MOST, 96), shares_of(shape)
     assert isinstance(plain.gate_up, Tensor) and isinstance(plain.down, Tensor)

@@ -18,6 +18,7 @@ from paceline.decoder.models.rope import rope_tables
 from paceline.decoder.native.ops import Native
 from paceline.decoder.parallel.collectives import SingleRank
 from paceline.decoder.weights.quantize import MatrixLike
+from tests.decoder.other_kernels import numbers
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 WIDTH, HEADS, GROUPS, D, MLP, ROWS = 40, 4, 2, 12, 52, 64
@@ -36,10 +37,6 @@ class Layer:
 
     def copied(self) -> tuple[Tensor, Tensor]:
         return self.cache[0].clone(), self.cache[1].clone()
-
-
-def numbers(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def layer(dtype: torch.dtype, *, biased: bool) -> Layer:

@@ -1,10 +1,6 @@
-"""The native matmul with a weight matrix: right, and the same bits for a row wherever it is and whatever the others
-are.
-"""
+"""The native matmul with a weight matrix: right, and the same bits for a row wherever it is."""
 
 from __future__ import annotations
-
-import ctypes
 
 import pytest
 import torch
@@ -13,15 +9,12 @@ from torch import Tensor
 from paceline.decoder.kernels.torch_kernels import TorchKernels
 from paceline.decoder.native import build
 from paceline.decoder.native.ops import Native
+from tests.decoder.other_kernels import call, numbers
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(1, 1), (3, 2), (7, 5), (8, 8), (15, 1), (16, 16), (17, 3), (33, 96), (48, 31), (100, 101), (384, 130)]
 """K and N; some odd, some below a vector, some multiples of it."""
 ROWS = [*range(1, 14), 16, 23, 25, 31, 33, 64, 69, 70]
-
-
-def numbers(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def multiplied(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -118,12 +111,8 @@ def test_padding_is_zero_and_real_rows_are_bitwise_identical(
 def test_an_unread_batch_row_is_neither_computed_nor_written(native: Native) -> None:
     """Its count is below 0: -1 - n with n rows. Lines of idle slots times a vocabulary are more than all else."""
     weight, x = numbers(130, 384, seed=1), numbers(4, 9, 384)
-    out, library = torch.full((4, 9, 130), 7.0), build.library()
-    count = torch.tensor([-1, 9, -4, 2], dtype=torch.int32)
-    pointers = [ctypes.c_void_p(one.data_ptr()) for one in (x, weight)]
-    rest = [ctypes.c_void_p(one.data_ptr()) for one in (out, count)]
-    sizes = [ctypes.c_int64(size) for size in (4, 9, 384, 130, 0)]
-    library.paceline_linear_real(*pointers, ctypes.c_void_p(None), *rest, *sizes)
+    out, count = torch.full((4, 9, 130), 7.0), torch.tensor([-1, 9, -4, 2], dtype=torch.int32)
+    call(build.library(), "paceline_linear_real", x, weight, None, out, count, 4, 9, 384, 130, 0)
     assert (out[0] == 7).all() and (out[2, 3:] == 7).all() and not out[3, 2:].any()
     assert torch.equal(out[2, :3], native.linear(x, weight)[2, :3])
     assert torch.equal(out[1], native.linear(x, weight)[1]) and torch.equal(out[3, :2], native.linear(x, weight)[3, :2])

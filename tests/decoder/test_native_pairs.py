@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 
 import numpy as np
@@ -13,17 +12,13 @@ from torch import Tensor
 
 from paceline.decoder.native import build
 from paceline.decoder.native.ops import Native
-from tests.decoder.other_kernels import kernels
+from tests.decoder.other_kernels import call, kernels, numbers
 
 SHAPES = [(1, 3), (15, 2), (16, 5), (17, 4), (31, 7), (33, 9), (96, 6), (101, 5)]
 """K and N: below a pair's step of sixteen, whole steps, and odd remainders."""
 SIZES = (1.0, 1e-19, 3e-20, 1e-38)
 """Of activations and weights: ordinary, products around the least normal number, and denormals."""
 Numbers = npt.NDArray[np.float32]
-
-
-def numbers(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def fused(total: Numbers, a: Numbers, b: Numbers) -> Numbers:
@@ -82,9 +77,7 @@ def by_hand() -> Callable[[Tensor, Tensor], Tensor]:
 
     def product(x: Tensor, weight: Tensor) -> Tensor:
         made = torch.empty(len(x), len(weight))
-        pointers = [ctypes.c_void_p(one.data_ptr()) for one in (x, weight, made)]
-        pointers.insert(2, ctypes.c_void_p(None))
-        library.paceline_linear(*pointers, *(ctypes.c_int64(n) for n in (*x.shape, len(weight), 1)))
+        call(library, "paceline_linear", x, weight, None, made, *x.shape, len(weight), 1)
         return made
 
     return product

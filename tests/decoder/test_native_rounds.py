@@ -94,9 +94,7 @@ def test_a_failing_round_raises(workshop: Workshop) -> None:
 
 
 def test_other_threads_run_during_a_prefill(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other threads also run during any other graph. Python's switch interval is so long that another thread runs only
-    where the lock is released.
-    """
+    """Also during other graphs: with a switch interval of 1000 s, only where the lock is released."""
     target = fresh(workshop.checkpoint("target"), backend="native", batch_size=4)
     run(SpeculativeGenerator("ngram", target, k=4), {})
     assert {key.kind for key, _ in target._steps} >= {"prefill", "verify"}

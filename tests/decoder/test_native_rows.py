@@ -8,17 +8,9 @@ from torch import Tensor
 
 from paceline.decoder.kernels.plain import ACTIVATIONS, NORMS, NormKind, PlainOperations
 from paceline.decoder.native.ops import Native
+from tests.decoder.other_kernels import numbers
 
 PLAIN = PlainOperations()
-
-
-@pytest.fixture(scope="module")
-def native() -> Native:
-    return Native()
-
-
-def drawn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def same_rows(made: Tensor, one_by_one: list[Tensor]) -> None:
@@ -29,8 +21,8 @@ def same_rows(made: Tensor, one_by_one: list[Tensor]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("width", [8, 13, 576])
 def test_native_norms_equal_pytorch(native: Native, kind: NormKind, dtype: torch.dtype, width: int) -> None:
-    x, weight = drawn(2, 5, width) + 0.5, (drawn(width, seed=1) + 1).to(dtype)
-    bias = drawn(width, seed=2).to(dtype) if kind == "layer" else None
+    x, weight = numbers(2, 5, width) + 0.5, (numbers(width, seed=1) + 1).to(dtype)
+    bias = numbers(width, seed=2).to(dtype) if kind == "layer" else None
     made = native.norm(x, weight, eps=1e-5, bias=bias, kind=kind)
     torch.testing.assert_close(made, PLAIN.norm(x, weight, eps=1e-5, bias=bias, kind=kind), rtol=1e-5, atol=1e-5)
     rows = [native.norm(x[:, i : i + 1].contiguous(), weight, eps=1e-5, bias=bias, kind=kind) for i in range(5)]
@@ -42,21 +34,21 @@ def test_native_norms_equal_pytorch(native: Native, kind: NormKind, dtype: torch
 def test_rotations_within_wider_rows_equal_pytorch(
     native: Native, batch: int, window: int, width: int, turned: int
 ) -> None:
-    heads = drawn(batch, window, 5 * width).split((3 * width, 2 * width), -1)[1].view(batch, window, 2, width)
-    rotation = (drawn(batch, window, 1, turned, seed=1), drawn(batch, window, 1, turned, seed=2))
+    heads = numbers(batch, window, 5 * width).split((3 * width, 2 * width), -1)[1].view(batch, window, 2, width)
+    rotation = (numbers(batch, window, 1, turned, seed=1), numbers(batch, window, 1, turned, seed=2))
     torch.testing.assert_close(native.rotate(heads, rotation), PLAIN.rotate(heads, rotation))
 
 
 def test_non_adjacent_heads_are_rejected(native: Native) -> None:
     with pytest.raises(RuntimeError, match="one after the other"):
-        native.rotate(drawn(2, 3, 8, 4).transpose(2, 3), (drawn(2, 3, 1, 8), drawn(2, 3, 1, 8)))
+        native.rotate(numbers(2, 3, 8, 4).transpose(2, 3), (numbers(2, 3, 1, 8), numbers(2, 3, 1, 8)))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("width", [8, 11])
 def test_native_activations_equal_pytorch(native: Native, activation: str, gated: bool, width: int) -> None:
-    x = 3 * drawn(2, 5, 2 * width if gated else width)
+    x = 3 * numbers(2, 5, 2 * width if gated else width)
     made = native.activate(x, activation, gated=gated)
     torch.testing.assert_close(made, PLAIN.activate(x, activation, gated=gated), rtol=1e-5, atol=1e-6)
     same_rows(made, [native.activate(x[:, i : i + 1].contiguous(), activation, gated=gated) for i in range(5)])
@@ -65,5 +57,5 @@ def test_native_activations_equal_pytorch(native: Native, activation: str, gated
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("width", [8, 11])
 def test_embedding_lookup_equals_pytorch(native: Native, dtype: torch.dtype, width: int) -> None:
-    table, ids = drawn(7, width).to(dtype), torch.tensor([[0, 6, 3], [3, 3, 1]], dtype=torch.int32)
+    table, ids = numbers(7, width).to(dtype), torch.tensor([[0, 6, 3], [3, 3, 1]], dtype=torch.int32)
     assert torch.equal(native.embed(table, ids), PLAIN.embed(table, ids))

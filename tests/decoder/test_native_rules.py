@@ -12,7 +12,7 @@ from paceline.decoder.kernels.protocol import AttentionRule, Kernels
 from paceline.decoder.kernels.torch_kernels import TorchKernels
 from paceline.decoder.native.ops import Native
 from paceline.neuron.kernels import TraceableKernels
-from tests.decoder.test_native_attend import Case, case
+from tests.decoder.test_native_attend import Case, case, textbook
 from tests.decoder.test_native_tree import TREE, as_chain, planted, way_down
 
 HEADS = (6, 2)
@@ -37,33 +37,6 @@ def attend(
     own = given.copied()
     place = planted(own, TREE) if tree else replace(own.place, both_ways=both_ways)
     return kernels.attend(own.qkv, own.cache, place, rule=rule)
-
-
-def textbook(given: Case, rule: AttentionRule, *, both_ways: bool = False) -> Tensor:
-    """Line by line and head by head, in float64; rows after the count are zero."""
-    q, k, v = given.qkv
-    heads, width = q.shape[2:]
-    out = torch.zeros(*q.shape, dtype=torch.float64)
-    for b, (row, slot) in enumerate(zip(given.row, given.slots, strict=True)):
-        keys, values = (
-            torch.cat((cache[slot, :, :row], new[b].transpose(0, 1)), 1).double()
-            for cache, new in zip(given.cache, (k, v), strict=True)
-        )
-        for t in range(given.count[b]):
-            begin = max(0, row + t + 1 - rule.window) if rule.window else 0
-            begin = (row + t) // rule.chunk * rule.chunk if rule.chunk else begin
-            end = row + (given.count[b] if both_ways else t + 1)
-            for h in range(heads):
-                g = h * k.shape[2] // heads
-                scores = keys[g, begin:end] @ q[b, t, h].double() / width**0.5
-                if rule.cap:
-                    scores = rule.cap * torch.tanh(scores / rule.cap)
-                if rule.slopes is not None:
-                    scores = scores + rule.slopes[h].double() * torch.arange(begin + 1 - end, 1)
-                if rule.sinks is not None:
-                    scores = torch.cat((scores, rule.sinks[h : h + 1].double()))
-                out[b, t, h] = scores.softmax(0)[: end - begin] @ values[g, begin:end]
-    return out.flatten(2)
 
 
 @every_rule

@@ -6,12 +6,11 @@ import ctypes
 
 import pytest
 import torch
-from torch import Tensor
 
 from paceline.decoder.native import build
 from paceline.decoder.weights.formats import WeightFormat
 from paceline.decoder.weights.quantize import quantize
-from tests.decoder.other_kernels import kernels
+from tests.decoder.other_kernels import call, kernels
 
 pytestmark = pytest.mark.skipif(
     "AVX512" not in torch.backends.cpu.get_cpu_capability(), reason="this machine has no wide registers"
@@ -27,20 +26,6 @@ def narrow() -> ctypes.CDLL:
     return made
 
 
-def call(function: ctypes._CFuncPtr, *arguments: Tensor | float | None) -> None:
-    """Tensors go as pointers."""
-    function(
-        *(
-            ctypes.c_int64(a)
-            if isinstance(a, int)
-            else ctypes.c_float(a)
-            if isinstance(a, float)
-            else ctypes.c_void_p(a.data_ptr() if a is not None else 0)
-            for a in arguments
-        )
-    )
-
-
 @pytest.mark.parametrize("code", range(3))
 @pytest.mark.parametrize("shape", [(7, 5), (16, 16), (33, 96), (97, 261), (384, 130)])
 def test_wide_kernels_give_the_bits_of_narrow_matmuls(narrow: ctypes.CDLL, code: int, shape: tuple[int, int]) -> None:
@@ -51,7 +36,7 @@ def test_wide_kernels_give_the_bits_of_narrow_matmuls(narrow: ctypes.CDLL, code:
         x, seen = torch.randn(rows, K), []
         for library in (narrow, build.library()):
             seen.append(torch.empty(rows, N))
-            call(library.paceline_linear, x, weight, None, seen[-1], rows, K, N, code)
+            call(library, "paceline_linear", x, weight, None, seen[-1], rows, K, N, code)
         assert torch.equal(*seen)
 
 
@@ -67,7 +52,7 @@ def test_wide_kernels_give_the_bits_of_narrow_quantised_matmuls(
         x, seen = torch.randn(rows, K), []
         for library in (narrow, build.library()):
             seen.append(torch.empty(rows, N))
-            call(library.paceline_linear, x, stored.data, stored.scales, seen[-1], rows, K, N, form.code)
+            call(library, "paceline_linear", x, stored.data, stored.scales, seen[-1], rows, K, N, form.code)
         assert torch.equal(*seen)
 
 
@@ -86,5 +71,5 @@ def test_wide_kernels_give_the_bits_of_narrow_attention(narrow: ctypes.CDLL, cod
         for library in (narrow, build.library()):
             seen.append(torch.empty(1, window, heads * width))
             own = [one.clone() for one in cache]
-            call(library.paceline_attend, q, k, v, *own, seen[-1], *place, parents, sizes, code, 0, 0.0, None, None)
+            call(library, "paceline_attend", q, k, v, *own, seen[-1], *place, parents, sizes, code, 0, 0.0, None, None)
         assert torch.equal(*seen)

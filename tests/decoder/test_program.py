@@ -166,9 +166,7 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
 @hypothesis.given(st.lists(st.tuples(st.sampled_from(sorted(UNARY)), st.integers(0, 7), st.integers(0, 7)), max_size=9))
 @hypothesis.settings(max_examples=60)
 def test_random_orders_of_reads_and_writes_equal_the_step(operations: list[tuple[str, int, int]]) -> None:
-    """Removing and moving operations changes no result: random operations, some in place, on inputs, views and
-    state.
-    """
+    """Removing and moving operations changes no result, with some in place, on inputs, views and state."""
 
     def body(step: Step, x: Tensor) -> tuple[Tensor, ...]:
         values = [x + 1, step.state[:1], step.weight[:1] * 1.5]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import gguf
@@ -9,8 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from paceline import AutoDecoder
-from paceline.auto import SamplingDecoder
 from paceline.core.errors import ConfigurationError
 from paceline.decoder.kernels.protocol import CachePosition
 from paceline.decoder.kernels.torch_kernels import TorchKernels
@@ -32,18 +31,13 @@ def weight(rows: int, columns: int) -> torch.Tensor:
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows + columns))
 
 
+load = partial(tiny.load, amp="bf16", n_positions=tiny.POSITIONS, context_length_estimate=tiny.CHUNK)
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(workshop: tiny.Workshop) -> Path:
     """A model whose matrices have rows of whole blocks."""
-    made = tmp_path_factory.mktemp("blocks")
-    tiny.network("blocks").save_pretrained(made)
-    return made
-
-
-def load(folder: Path, backend: str = "eager", **options: object) -> SamplingDecoder:
-    return AutoDecoder.from_pretrained(
-        folder, n_positions=tiny.POSITIONS, context_length_estimate=tiny.CHUNK, backend=backend, **options
-    )
+    return workshop.checkpoint(kind="blocks")
 
 
 @pytest.mark.parametrize("form", BLOCKS, ids=lambda form: form.value)
@@ -213,7 +207,7 @@ def test_unsupported_quantisation_is_rejected_by_name(folder: Path, tmp_path: Pa
     with pytest.raises(ConfigurationError, match="expected a GGUF file"):
         load(folder, quantization="gguf")
     with pytest.raises(ConfigurationError, match=r"backend='neuron' multiplies with no blocks .*; use 'int8', or"):
-        load(folder, "neuron", quantization="q8_0")
+        load(folder, backend="neuron", quantization="q8_0")
     tiny.network().save_pretrained(tmp_path)  # its MLP has 48 columns
     with pytest.raises(ConfigurationError, match=r"down_proj.weight: quantization: .*, got 48; use .*'int8'$"):
         load(tmp_path, quantization="q4_0")
@@ -230,7 +224,7 @@ def test_every_family_quantises_along_its_matmuls(tmp_path: Path, name: str) -> 
     first, count = torch.zeros(1, dtype=torch.int32), torch.full((1,), 12, dtype=torch.int32)
     found = []
     for quantization in (None, "int8"):
-        body = AutoDecoder.from_pretrained(tmp_path, backend="eager", amp="f32", quantization=quantization).body
+        body = tiny.load(tmp_path, quantization=quantization).body
         with torch.inference_mode():
             hidden, _ = body(tokens, CachePosition(first, count, first, families.POSITIONS))
             found.append(body.logits(hidden).flatten())

@@ -1,9 +1,8 @@
 """How far the logits of a quantised model are from those of float32, in every format.
 
-The demo's target (16 M weights, trained) reads 64 tokens of a program. The error of a row of logits is measured against
-the spread of the exact row, as a constant that is added to all of them changes nothing, and as the divergence of the
-distribution (Kullback-Leibler, nats). Bounds are 1.6 to 2.4 times the error
-that was measured and 2 to 4.5 times the divergence, and the least error is a quarter of its bound: with less, the
+The demo's target reads 64 tokens of a program. The error of a row is measured against the spread of the exact row, as a
+constant that is added to all changes nothing, and as the divergence (Kullback-Leibler, nats). Bounds are 1.6 to 2.4
+times the error that was measured and 2 to 4.5 times the divergence; with an error below a quarter of its bound, the
 format is not in force.
 """
 

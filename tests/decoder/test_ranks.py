@@ -1,7 +1,6 @@
 """A model divided over processes gives the tokens of the whole one, in every mode; and its processes end.
 
-Sums of partial products are rounded otherwise than a whole product: in float32 logits differ by some 1e-5, so that
-equal tokens are what is to be expected but at a near-tie. Between modes of one degree nothing differs at all.
+Sums of partial products are rounded otherwise: logits differ by some 1e-5, so that tokens are equal but at a near-tie.
 """
 
 from __future__ import annotations
@@ -12,12 +11,13 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from paceline import AutoDecoder, MedusaDrafter, SpeculativeGenerator
+from paceline import MedusaDrafter, SpeculativeGenerator
 from paceline.auto import SamplingDecoder
 from paceline.core.errors import CheckpointError, ConfigurationError, RankError
 from paceline.decoder import steps
@@ -27,6 +27,7 @@ from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.parallel.ranks import Ranks
 from paceline.medusa import checkpoint as medusa
 from paceline.medusa.config import MedusaConfig
+from tests.decoder import tiny
 from tests.decoder.families import save_pair
 from tests.decoder.tiny import CHUNK, VOCABULARY, Workshop
 
@@ -41,18 +42,13 @@ SETTINGS: dict[str, dict[str, object]] = {
 Source = SamplingDecoder | SpeculativeGenerator
 
 
+opened = partial(tiny.load, batch_size=2, context_length_estimate=[CHUNK])
+
+
 def load(
     workshop: Workshop, degree: int, role: str = "target", kind: str = "grouped", **more: object
 ) -> SamplingDecoder:
-    return AutoDecoder.from_pretrained(
-        workshop.checkpoint(role, kind),
-        backend="eager",
-        amp="f32",
-        batch_size=2,
-        context_length_estimate=[CHUNK],
-        tp_degree=degree,
-        **more,  # type: ignore[arg-type]
-    )
+    return opened(workshop.checkpoint(role, kind), tp_degree=degree, **more)
 
 
 @pytest.fixture(scope="module", params=[3, pytest.param(4, marks=pytest.mark.full)])
@@ -166,10 +162,8 @@ def test_every_head_layout_on_ranks_keeps_the_tokens(
 def test_other_families_on_ranks_keep_the_tokens(target: SamplingDecoder, tmp_path: Path, family: str) -> None:
     """Experts with 40 columns, and capped scores in heads of 12, for three ranks and for four."""
     degree = target.options.layout.degree
-    asked = {"backend": "eager", "amp": "f32", "batch_size": 2, "context_length_estimate": [CHUNK]}
     folders = save_pair(tmp_path, family)
-    whole = AutoDecoder.from_pretrained(folders[0], **asked)  # type: ignore[arg-type]
-    divided, draft = (AutoDecoder.from_pretrained(one, tp_degree=degree, **asked) for one in folders)  # type: ignore[arg-type]
+    whole, (divided, draft) = opened(folders[0]), (opened(one, tp_degree=degree) for one in folders)
     wanted = tokens(whole, **SETTINGS["sampled"])
     assert tokens(divided, **SETTINGS["sampled"]) == wanted
     assert tokens(SpeculativeGenerator(draft, divided, k=3), **SETTINGS["sampled"]) == wanted
@@ -222,7 +216,6 @@ def gone(processes: list[int]) -> bool:
 
 @pytest.fixture
 def alone(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> SamplingDecoder:
-    """A decoder in separate processes."""
     monkeypatch.setattr("paceline.decoder.backends.eager.shared", Ranks)
     return load(workshop, 2)
 
@@ -296,7 +289,7 @@ def test_a_rank_that_fails_to_load_raises_in_the_caller(
 
     monkeypatch.setattr(Ranks, "adopt", late)
     with pytest.raises(CheckpointError, match="expected a folder"):
-        AutoDecoder.from_pretrained(folder, backend="eager", amp="f32", tp_degree=2)
+        tiny.load(folder, tp_degree=2)
     assert gone(own.processes)
 
 
@@ -322,7 +315,7 @@ def test_a_load_that_fails_on_a_rank_leaves_the_others_their_models(
         patch.setattr("paceline.decoder.parallel.ranks.Path", lambda _: tmp_path / "absent")
         with pytest.raises(CheckpointError, match="absent"):
             load(workshop, 2)
-    again = AutoDecoder.from_pretrained(path, backend="eager", amp="f32", tp_degree=2)
+    again = tiny.load(path, tp_degree=2)
     assert again.sample([[3, 1, 4]], max_new_tokens=3).shape == (1, 6)
 
 
@@ -333,5 +326,5 @@ def test_a_relative_path_is_resolved_by_the_loading_process(
     """The processes of the ranks are older than the change of its folder."""
     shutil.copytree(workshop.checkpoint(), tmp_path / "model")
     monkeypatch.chdir(tmp_path)
-    decoder = AutoDecoder.from_pretrained("model", backend="eager", amp="f32", tp_degree=2)
+    decoder = tiny.load(Path("model"), tp_degree=2)
     assert decoder.sample([[3, 1, 4]], max_new_tokens=3).shape == (1, 6)

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
@@ -96,13 +95,6 @@ def test_rope_tables_equal_those_of_transformers(tmp_path: Path, case: str, layo
     torch.testing.assert_close(sin, expected_sin, rtol=0, atol=1e-6)
 
 
-def test_dynamic_is_default_up_to_the_trained_length() -> None:
-    dynamic = RopeConfig("dynamic", factor=2.0, max_position_embeddings=LENGTH)
-    default = RopeConfig(max_position_embeddings=LENGTH)
-    for ours, plain in zip(rope_tables(dynamic, HEAD, LENGTH), rope_tables(default, HEAD, LENGTH), strict=True):
-        assert torch.equal(ours, plain)
-
-
 @pytest.mark.parametrize(
     ("config", "longest"),
     [
@@ -180,20 +172,3 @@ def test_bfloat16_is_rounded_once() -> None:
     result = rotated(x, 33)
     assert result.dtype == torch.bfloat16
     assert torch.equal(result, rotated(x.float(), 33).bfloat16())
-
-
-def test_rotated_products_depend_only_on_distance() -> None:
-    generator = torch.Generator().manual_seed(2)
-    q, k = (torch.randn(1, HEAD, generator=generator) for _ in range(2))
-    near = rotated(q, 9) @ rotated(k, 4).T
-    far = rotated(q, 209) @ rotated(k, 204).T
-    torch.testing.assert_close(near, far, rtol=0, atol=1e-4)
-    assert not torch.allclose(near, rotated(q, 9) @ rotated(k, 5).T, atol=1e-2)
-
-
-def test_rotation_is_traceable() -> None:
-    cos, sin = rope_tables(RopeConfig(), HEAD, 5)
-    x = torch.randn(5, 4, HEAD, generator=torch.Generator().manual_seed(3)).bfloat16()
-    graph = make_fx(apply_rope)(x, cos[:, None], sin[:, None])
-    other = x.flip(0)
-    assert torch.equal(graph(other, cos[:, None], sin[:, None]), apply_rope(other, cos[:, None], sin[:, None]))

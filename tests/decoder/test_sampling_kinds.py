@@ -1,7 +1,6 @@
 """Sampling modes in graphs: the graph that a round uses, and what its kernels receive.
 
-The kernels here have a graph for every kind and check each of their calls; what they choose is what plain PyTorch
-chooses from the values, so that no token may change.
+The kernels here check each of their calls; they choose what plain PyTorch chooses, so that no token may change.
 """
 
 from __future__ import annotations
@@ -77,7 +76,6 @@ def by_kind(workshop: Workshop, role: str = "target") -> tuple[SamplingDecoder, 
 
 
 def made(*decoders: SamplingDecoder) -> list[GraphKey]:
-    """The graphs that were asked for."""
     return [key for decoder in decoders for key, _ in decoder._steps]
 
 

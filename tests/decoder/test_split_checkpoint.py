@@ -19,7 +19,7 @@ from paceline.decoder.weights.checkpoint import load_weights
 from paceline.decoder.weights.formats import WeightFormat
 from paceline.decoder.weights.hub import checkpoint_path
 from paceline.decoder.weights.quantize import QuantizedTensor, quantize
-from tests.decoder.checkpoints import State, load, refused, small_model
+from tests.decoder.checkpoints import State, load, refused
 from tests.decoder.test_weight_files import Attack
 
 INDEX = "key_to_filename.json"
@@ -28,7 +28,7 @@ MATRIX = "model.layers.0.mlp.up_proj.weight"
 
 
 def save_split(folder: Path, state: dict[str, Any]) -> Path:
-    """Save as transformers-neuronx does: p, a number, and the name, in a folder that is named as a file is."""
+    """Save as transformers-neuronx does, in a folder that is named as a file is."""
     place = folder / "pytorch_model.bin"
     place.mkdir(exist_ok=True)
     names = {name: f"p{number}.{name}" for number, name in enumerate(state)}
@@ -36,11 +36,6 @@ def save_split(folder: Path, state: dict[str, Any]) -> Path:
     for name, tensor in state.items():
         torch.save(tensor, place / names[name])
     return place
-
-
-@pytest.fixture
-def state(tmp_path: Path) -> State:
-    return small_model(tmp_path)
 
 
 def test_a_split_folder_is_a_checkpoint(tmp_path: Path, state: State) -> None:

@@ -113,7 +113,6 @@ class Held:
         self.input.flush()
 
     def says(self, seconds: float) -> bool:
-        """Whether it says something within that time."""
         return bool(select.select([self.output], [], [], seconds)[0])
 
     def end(self) -> None:

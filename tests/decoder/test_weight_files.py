@@ -12,14 +12,9 @@ from safetensors.torch import save_file
 from paceline.core.errors import CheckpointError, MissingWeightsError
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.weights.checkpoint import load_weights
-from tests.decoder.checkpoints import FORMATS, INDEX, State, load, refused, small_model
+from tests.decoder.checkpoints import FORMATS, INDEX, State, load, refused
 
 NORM = "model.norm.weight"
-
-
-@pytest.fixture
-def state(tmp_path: Path) -> State:
-    return small_model(tmp_path)
 
 
 def test_links_to_the_hugging_face_cache_are_followed(tmp_path: Path, state: State) -> None:

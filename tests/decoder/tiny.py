@@ -118,9 +118,13 @@ class Workshop:
     def pair(
         self, *, backend: str = "native", amp: str = "f32", slots: int = 4
     ) -> tuple[SamplingDecoder, SamplingDecoder]:
-        """Draft and target."""
         draft, target = (self.decoder(r, backend=backend, amp=amp, slots=slots) for r in ("draft", "target"))
         return draft, target
+
+
+def load(folder: Path, **options: object) -> SamplingDecoder:
+    """A separate decoder over plain PyTorch, in float32, unless the options say otherwise."""
+    return AutoDecoder.from_pretrained(folder, **{"backend": "eager", "amp": "f32", **options})  # type: ignore[arg-type]
 
 
 def fresh(
