@@ -42,7 +42,7 @@ from ray._private.ray_constants import PROCESS_TYPE_RAYLET  # what a node calls 
 from ray.cluster_utils import Cluster
 
 from benchmarks.fault_clients import GIVE_UP_S, Client, Stream, Whole
-from benchmarks.service_processes import count_processes, descendants, is_stopped, memory, processes
+from benchmarks.service_processes import cluster, count_processes, descendants, is_stopped, memory, processes
 from paceline.placement.cluster.fault_policy import FaultPolicy
 from paceline.placement.host import environment
 from paceline.placement.host.core_locks import held
@@ -292,36 +292,28 @@ def deploy(groups: Sequence[ReplicaGroupPlan], listening: ListeningSocket, *, pr
 @contextmanager
 def service(groups: Sequence[ReplicaGroupPlan], *, proxy: bool = False) -> Iterator[str]:
     """On a cluster of one node. Yields the address."""
-    environment.prepare_new_cluster()
-    ray.init(
-        address="local", log_to_driver=False, num_cpus=2, resources={"neuron_cores": host_cpus().cores},
-        include_dashboard=False,
-    )  # fmt: skip
-    try:
-        with ListeningSocket("127.0.0.1", 0) as listening:
-            yield deploy(groups, listening, proxy=proxy)
-    finally:
-        ray.shutdown()
+    with cluster(), ListeningSocket("127.0.0.1", 0) as listening:
+        yield deploy(groups, listening, proxy=proxy)
 
 
 def lose_node(groups: Sequence[ReplicaGroupPlan], *, tokens: int, streams: int) -> Outcome:
     """Two nodes and a head, which has the HTTP process and no cores: the node that runs the model is lost."""
     environment.prepare_new_cluster()
     cores = sum(groups[0].num_cores)
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
     with ExitStack() as stack:
-        stack.callback(cluster.shutdown)
-        ray.init(address=cluster.address, log_to_driver=False)
+        stack.callback(nodes.shutdown)
+        ray.init(address=nodes.address, log_to_driver=False)
         stack.callback(ray.shutdown)
         listening = stack.enter_context(ListeningSocket("127.0.0.1", 0))
         deploying = ThreadPoolExecutor(1).submit(deploy, groups, listening)
         _waited_for("ingress")  # on the head, while there is no other node
-        first = cluster.add_node(num_cpus=1, resources={"neuron_cores": cores})
+        first = nodes.add_node(num_cpus=1, resources={"neuron_cores": cores})
         client = Client(deploying.result(GIVE_UP_S), tokens=tokens)
         client.wait_until_whole()
         wanted = [client.stream(seed).text for seed in range(streams)]
-        cluster.add_node(num_cpus=1, resources={"neuron_cores": cores})
-        return under_streams(client, _NODE, lambda: _switch_off(cluster, first), wanted)
+        nodes.add_node(num_cpus=1, resources={"neuron_cores": cores})
+        return under_streams(client, _NODE, lambda: _switch_off(nodes, first), wanted)
 
 
 def _switch_off(cluster: Cluster, node: Any) -> None:

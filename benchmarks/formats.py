@@ -188,7 +188,6 @@ def ratios(times: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=[*SHAPES, "smollm2"], default="30m")
     parser.add_argument("--formats", nargs="*", choices=FORMATS, default=["bf16", "int8", "q4_1"])

@@ -54,7 +54,6 @@ def measure(experiment: Path, lengths: Sequence[int], total: int, repeats: int |
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("experiment", type=Path, nargs="?", default=ROOT / "benchmarks/experiments/latency.yaml")
     parser.add_argument("--tiny", action="store_true", help="64 tokens from 16 and 32, one repeat")

@@ -83,7 +83,6 @@ def in_turns(config: ExperimentConfig, prompts: Prompts, *, half: bool) -> list[
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("experiment", type=Path, help="with a drafter called plain, one target and one set of prompts")
     parser.add_argument("--transformers", action="store_true", help="also its `generate`, in bf16")

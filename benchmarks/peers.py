@@ -158,31 +158,35 @@ def files(folder: Path, target: Path, tools: Path, converter: Path | None, pytho
     (source,) = target.glob("*.gguf")
     for form in FORMATS:
         found[form] = folder / f"{form}.gguf"
-        if not found[form].is_file():
-            command = [str(tools / "llama-quantize"), "--allow-requantize", str(source), str(found[form]), form]
-            subprocess.run(command, check=True, capture_output=True)
+        _make(found[form], [tools / "llama-quantize", "--allow-requantize", source], form)
     if converter is None:
         return found
     head = folder / "eagle3"
-    if not head.is_dir():
+    if not (head / "config.json").is_file():
         _published(head)
-    for name, model, extra in (("draft", DRAFT, ()), ("head", head, ("--target-model-dir", str(target)))):
+    # The converter knows tokenizers by a hash of what they do; the fetched file says what this one is.
+    code = (
+        "import runpy, sys; sys.path.insert(0, sys.argv[1]); import conversion.base as base; "
+        "base.TextModel.get_vocab_base_pre = lambda *_: 'smollm'; del sys.argv[1]; "
+        f"runpy.run_path({str(converter / 'convert_hf_to_gguf.py')!r}, run_name='__main__')"
+    )
+    for name, asked in (("draft", [DRAFT]), ("head", [head, "--target-model-dir", target])):
         found[name] = folder / f"{name}.gguf"
-        if not found[name].is_file():
-            # The converter knows tokenizers by a hash of what they do; the fetched file says what this one is.
-            code = (
-                "import runpy, sys; sys.path.insert(0, sys.argv[1]); import conversion.base as base; "
-                "base.TextModel.get_vocab_base_pre = lambda *_: 'smollm'; del sys.argv[1]; "
-                f"runpy.run_path({str(converter / 'convert_hf_to_gguf.py')!r}, run_name='__main__')"
-            )
-            command = [str(python), "-c", code, str(converter), str(model), "--outtype", "bf16", "--outfile"]
-            subprocess.run([*command, str(found[name]), *extra], check=True, capture_output=True)
+        _make(found[name], [python, "-c", code, converter, *asked, "--outtype", "bf16", "--outfile"])
     return found
 
 
+def _make(file: Path, command: Sequence[Path | str], *after: str) -> None:
+    """Run the command that writes a missing file, which gets its name when it is whole."""
+    if not file.is_file():
+        part = file.with_suffix(".part")
+        subprocess.run([*command, part, *after], check=True, capture_output=True)
+        part.rename(file)
+
+
 def _published(folder: Path) -> None:
-    """Write our EAGLE-3 head under the names of published ones."""
-    folder.mkdir()
+    """Write our EAGLE-3 head under the names of published ones. The configuration is last."""
+    folder.mkdir(exist_ok=True)
     tensors = load_file(HEAD / "model.safetensors")
     named = {re.sub(r"^layer\.", "midlayer.", name): tensor for name, tensor in tensors.items()}
     save_file(named, folder / "model.safetensors")
@@ -246,7 +250,6 @@ def summary(rows: Sequence[Row]) -> dict[str, dict[str, float | None]]:
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--llama", type=Path, help="folder of llama-bench, llama-server and llama-quantize")
     parser.add_argument("--ggml", type=Path, help="folder of other libraries of llama.cpp")

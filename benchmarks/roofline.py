@@ -168,7 +168,6 @@ def write(processor: str, made: str) -> None:
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processor", choices=["native", *(one.name for one in PROCESSORS)], default="native")
     parser.add_argument("--formats", nargs="*", choices=[*PLAIN, *QUANTISED], default=[*PLAIN, *QUANTISED])

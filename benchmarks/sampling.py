@@ -36,7 +36,6 @@ KINDS = {
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vocabulary", type=int, default=128_256)
     parser.add_argument("--width", type=int, default=2048)

@@ -34,14 +34,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import ray
 from ray import serve
 
 from benchmarks.common import publish
-from benchmarks.service_processes import processes
+from benchmarks.service_processes import cluster, processes
 from paceline import AutoDecoder, SpeculativeGenerator
 from paceline.placement.cluster.fault_policy import FaultPolicy
-from paceline.placement.host import environment
 from paceline.placement.planning.groups import plan_groups
 from paceline.placement.planning.instances import host_cpus
 from paceline.placement.planning.model_specs import models_of
@@ -222,23 +220,14 @@ def service(options: argparse.Namespace, k: str, *, interval_ms: float) -> Itera
         "name": "big", "path": str(options.target.resolve()), "amp": options.amp, "backend": options.backend,
         "batch_size": options.batch_size, "n_positions": options.n_positions, **drafting,
     }  # fmt: skip
-    machine = host_cpus()
-    environment.prepare_new_cluster()
-    ray.init(
-        address="local", log_to_driver=False, num_cpus=2, resources={"neuron_cores": machine.cores},
-        include_dashboard=False,
-    )  # fmt: skip
-    try:
-        groups = plan_groups(models_of([entry], folder=Path(), where="benchmark"), machine)
+    groups = plan_groups(models_of([entry], folder=Path(), where="benchmark"), host_cpus())
+    with cluster(), ListeningSocket("127.0.0.1", 0) as listening:
         options.threads = dict(groups[0].plan.placements[0].env)["OMP_NUM_THREADS"]
         settings = ApiSettings(access_log=False, stream_interval_ms=interval_ms)
-        with ListeningSocket("127.0.0.1", 0) as listening:
-            serve.start(proxy_location="Disabled")
-            app = application(groups, FaultPolicy(), settings, handover=listening.handover)
-            serve.run(app, name="paceline", route_prefix="/", external_scaler_enabled=True)
-            yield listening.port
-    finally:
-        ray.shutdown()
+        serve.start(proxy_location="Disabled")
+        app = application(groups, FaultPolicy(), settings, handover=listening.handover)
+        serve.run(app, name="paceline", route_prefix="/", external_scaler_enabled=True)
+        yield listening.port
 
 
 def row(

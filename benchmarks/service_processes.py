@@ -1,11 +1,11 @@
-"""The processes of a service that runs below a process of this machine, by what Ray calls them. Reads /proc only."""
+"""The processes of a service that runs below a process of this machine, by what Ray calls them."""
 
 from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 KINDS = {
@@ -70,3 +70,20 @@ def descendants(root: int) -> Iterator[int]:
         below = children[waiting.pop()]
         yield from below
         waiting += below
+
+
+@contextmanager
+def cluster() -> Iterator[None]:
+    """Ray with one node, this machine's cores and no log of its workers, in this process."""
+    import ray
+
+    from paceline.placement.host import environment
+    from paceline.placement.planning.instances import host_cpus
+
+    environment.prepare_new_cluster()
+    cores = {"neuron_cores": host_cpus().cores}
+    ray.init(address="local", log_to_driver=False, num_cpus=2, resources=cores, include_dashboard=False)
+    try:
+        yield
+    finally:
+        ray.shutdown()

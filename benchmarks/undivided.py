@@ -6,12 +6,13 @@ from paceline.core.protocols import Drafter
 from paceline.placement.cluster.roles import Settings
 from paceline.placement.remote.server import DrafterPool
 from paceline.workers.draft import make_drafters
-from paceline.workers.target import TargetHost, make_target
+from paceline.workers.shared_engine import SharedEngine
+from paceline.workers.target import make_target
 
 MAKERS = {role: f"benchmarks.undivided:{role}" for role in ("target", "draft")}
 
 
-def target(settings: Settings, drafter: Drafter | None, *, max_waiting: int | None = None) -> TargetHost:
+def target(settings: Settings, drafter: Drafter | None, *, max_waiting: int | None = None) -> SharedEngine:
     """A target's worker."""
     return make_target({**settings, "tp_degree": 1}, drafter, max_waiting=max_waiting)
 

@@ -73,9 +73,7 @@ class ModelWithCache(nn.Module):
 
     @property
     def caches(self) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of every layer that has its own, each [slots, G, rows, D], of this rank's heads; D + 4
-        elements per row in 8 bits.
-        """
+        """Keys and values of each layer that has its own, [slots, G, rows, D] of this rank; D + 4 elements in 8 bits."""
         layers = self.config.cached_layers
         return [(self.get_buffer(f"keys_{i}"), self.get_buffer(f"values_{i}")) for i in layers]
 
@@ -117,9 +115,7 @@ class ModelWithCache(nn.Module):
         return sampling.seated * window if self.skips_idle else None
 
     def compact_path(self, row: Tensor, path: Tensor) -> None:
-        """Make the accepted rows of a tree consecutive; row [B] of the root, path [B, D]; see
-        `Kernels.compact_path`.
-        """
+        """Make the accepted rows of a tree consecutive; row [B] of the root, path [B, D]."""
         row = row.clamp(max=self.options.n_positions - 1)
         slots = first_slots(self.get_buffer("slots"), len(row))
         for layer in self.caches:
@@ -237,9 +233,7 @@ class CompiledDecoder:
         return self.kv_buckets[min(bisect_left(self.kv_buckets, rows), len(self.kv_buckets) - 1)]
 
     def lines_for(self, used_slots: int | None) -> int:
-        """Return `GraphKey.lines` of a round of the first ``used_slots`` slots: the smallest batch bucket that holds
-        them.
-        """
+        """Return `GraphKey.lines` of a round of the first ``used_slots`` slots: their smallest batch bucket."""
         if used_slots is None:
             return 0
         lines = self.batch_buckets[bisect_left(self.batch_buckets, used_slots)]
@@ -295,32 +289,20 @@ class CompiledDecoder:
         return self._carries[shape]
 
     def save(self, folder: str | Path) -> None:
-        """Copy the compiled graphs made so far into ``folder``, to ship them.
-
-        Raises:
-            ArtefactError: nothing is compiled, or this backend has nothing to save.
-        """
+        """Copy the compiled graphs made so far into ``folder``, to ship them; raise ArtefactError if there are none."""
         if not self._used:
             raise ArtefactError("save: expected compiled graphs, got none; call compile() or generate something first")
         self.backend.save([graph for graph, _ in self._used], Path(folder))
 
     def load(self, folder: str | Path) -> None:
-        """Use graphs that ``save`` wrote, instead of compiling them.
-
-        Raises:
-            ArtefactError: the folder has none for this model, these options, this version and this kind of machine.
-        """
+        """Use graphs that ``save`` wrote; raise ArtefactError if none fit this model, its options, version and machine."""
         self.backend.load(Path(folder), self.cache_key())
 
     @contextmanager
     def held_by(self, holder: object, *, keeps_prompts_of: object | None = None) -> Iterator[None]:
-        """Reserve the cache for one generation; the same holder may enter again.
+        """Reserve the cache for one generation, or raise DecoderBusyError; the same holder may enter again.
 
-        keeps_prompts_of  with prefix caching: the last call's holder, whose prompts stay if no other holder came in
-                          between
-
-        Raises:
-            DecoderBusyError: another generation is under way on this decoder.
+        keeps_prompts_of  with prefix caching: the last call's holder, whose prompts stay if no other came in between
         """
         if self._holder is not None and self._holder is not holder:
             raise DecoderBusyError(
@@ -337,11 +319,7 @@ class CompiledDecoder:
             self._holder = before
 
     def sibling(self) -> CompiledDecoder:
-        """Return another decoder over the same weights, with a separate cache and separate graphs.
-
-        Raises:
-            ConfigurationError: the model is sharded over ranks, whose processes hold one cache for it.
-        """
+        """Return another decoder over the same weights, with a separate cache and separate graphs; not over ranks."""
         if self.options.layout.degree > 1:
             raise ConfigurationError(
                 "target: a model with tp_degree above 1 has one cache; load it once for each target"
@@ -355,14 +333,11 @@ class CompiledDecoder:
         return sibling
 
     def close(self) -> None:
-        """Release what the decoder holds outside this process: the processes of other ranks, if any.
-
-        It cannot decode afterwards. Called automatically when the decoder is garbage-collected.
-        """
+        """Release the processes of other ranks, if any; also done when the decoder is garbage-collected."""
         self.backend.close()
 
     def check_width(self, width: int) -> None:
-        """Raise ConfigurationError for too wide a window; see `paceline.decoder.options.check_width`."""
+        """Raise ConfigurationError for too wide a window."""
         check_width(width)
 
     def cache_key(self) -> dict[str, object]:
@@ -379,9 +354,7 @@ class CompiledDecoder:
 
 
 def first_slots(x: Tensor, lines: int) -> Tensor:
-    """Return the first ``lines`` batch rows of x [B, ...]; 0: all. A tensor that is already whole is returned
-    unchanged.
-    """
+    """Return the first ``lines`` batch rows of x [B, ...]; 0: all. Whole, it is the same tensor."""
     return x[:lines] if 0 < lines < len(x) else x
 
 

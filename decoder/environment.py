@@ -23,12 +23,7 @@ from paceline.core.errors import ConfigurationError
 
 
 def cache_root() -> Path:
-    """Return the folder of CPU kernels, compiled graphs and fetched models. It is loaded as code: only its owner may
-    have write permission.
-
-    Raises:
-        ConfigurationError: PACELINE_CACHE is not set, and the user has no home folder (as in some containers).
-    """
+    """Return the folder of CPU kernels, graphs and models. It is loaded as code: only its owner may write to it."""
     try:
         return Path(os.environ.get("PACELINE_CACHE") or "~/.cache/paceline").expanduser()
     except RuntimeError as error:
@@ -38,7 +33,6 @@ def cache_root() -> Path:
 
 
 def compiler() -> str:
-    """Return the C++ compiler."""
     return os.environ.get("CXX") or "g++"
 
 

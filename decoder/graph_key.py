@@ -93,12 +93,7 @@ log = logging.getLogger("paceline")
 
 @dataclass(frozen=True, slots=True)
 class GraphEvent:
-    """The beginning of a compilation, or a graph that is ready.
-
-    key      key of the graph
-    message  current action, for messages; "" once the graph is ready
-    seconds  time to make or load it; 0 at the beginning
-    """
+    """The beginning of a compilation, with a ``message``, or a graph that is ready, with the ``seconds`` it took."""
 
     key: GraphKey
     message: str = ""

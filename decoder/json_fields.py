@@ -97,10 +97,7 @@ class Fields:
         return Fields(value, f"{self.where}: {key}")
 
     def ids(self, key: str) -> tuple[int, ...] | None:
-        """Return one token id or a list of them, without repeats; None if the key is absent.
-
-        Negative ids are dropped: -1 is an old notation for "none".
-        """
+        """Return one token id or a list, without repeats and negative ids (an old "none"); None if the key is absent."""
         value = self.values.get(key)
         if value is None:
             return None

@@ -39,7 +39,6 @@ def machine_bytes(limit: Path = _LIMIT) -> int:
 
 
 def check_cache(shard: Shard, options: DecoderOptions, room: int) -> None:
-    """Raise ConfigurationError if keys and values take more than ``room`` bytes."""
     needed = cache_bytes(shard, options)
     if needed > room:
         raise ConfigurationError(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
 
 AMP = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 """PyTorch's dtype names, by the values of the option ``amp``."""
+
+_AMP_NAMES = {full: short for short, full in AMP.items()} | {"auto": "bf16", "half": "f16", "float": "f32"}
+"""Values of ``amp`` by PyTorch's and vLLM's names."""
 
 ALIASES = {
     "dtype": "amp",
@@ -41,16 +46,27 @@ proposed, are not longer, and a graph of 64 rows takes about three times as long
 
 
 def _option(default: Any, text: str) -> Any:
-    """Return a field with its help text for commands."""
     return field(default=default, metadata={"help": text})
 
 
-def renamed(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options by Paceline's names; raise ConfigurationError if one is given by two names."""
-    for alias in ALIASES.keys() & options.keys():
-        if (own := ALIASES[alias]) in options:
+@contextmanager
+def renamed(options: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield options by Paceline's names; an error inside has the user's name of its option.
+
+    Raises:
+        ConfigurationError: an option is given by two names.
+    """
+    aliases = {ALIASES[name]: name for name in options if name in ALIASES}
+    for own, alias in aliases.items():
+        if own in options:
             raise ConfigurationError(f"{alias}: expected {alias} or {own}, its other name, got both; give one of them")
-    return {ALIASES.get(name, name): value for name, value in options.items()}
+    try:
+        yield {ALIASES.get(name, name): value for name, value in options.items()}
+    except ConfigurationError as error:
+        name = re.match(r"(?:.*: )?(\w+)(?=: expected)", str(error))
+        if name is None or name[1] not in aliases:
+            raise
+        raise type(error)(str(error)[: name.start(1)] + aliases[name[1]] + str(error)[name.end(1) :]) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,10 +122,9 @@ class LoadOptions:
 
     def __post_init__(self) -> None:
         registry.check(self.backend)
-        for short, full in AMP.items():
-            if self.amp == full:
-                object.__setattr__(self, "amp", short)
-        if not isinstance(self.amp, str) or self.amp not in AMP:
+        if isinstance(self.amp, str):
+            object.__setattr__(self, "amp", _AMP_NAMES.get(self.amp, self.amp))
+        if self.amp not in [*AMP]:
             raise ConfigurationError(f"amp: expected one of {', '.join(AMP)}, got {self.amp!r}; use one of them")
         for name in ("batch_size", "n_positions", "context_length_estimate"):
             if (value := getattr(self, name)) is not None or name == "batch_size":
@@ -137,11 +152,12 @@ class LoadOptions:
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> LoadOptions:
         """Return these options, also by vLLM's names; raise ConfigurationError if one is unknown."""
-        options, names = renamed(options), [one.name for one in fields(cls)]
-        for name in options:
-            if name not in names:
-                raise ConfigurationError(f"{name}: not an option of a decoder; use one of {', '.join(names)}")
-        return cls(**options)
+        names = [one.name for one in fields(cls)]
+        with renamed(options) as own:
+            for name in own:
+                if name not in names:
+                    raise ConfigurationError(f"{name}: not an option of a decoder; use one of {', '.join(names)}")
+            return cls(**own)
 
     @classmethod
     def part_of(cls, values: Mapping[str, Any]) -> LoadOptions:
@@ -223,11 +239,7 @@ def check_width(width: int) -> None:
 
 
 def decoder_options(load: LoadOptions, trained: int, layout: Layout = WHOLE) -> DecoderOptions:
-    """Complete the options of a decoder; ``trained`` is the model's own context.
-
-    Raises:
-        ConfigurationError: longer sequences are requested than that.
-    """
+    """Complete the options of a decoder; ``trained`` is the model's own context, beyond which none may go."""
     steps = _quarter if BACKENDS[load.backend].slow else _powers
     batches = steps(load.slots, first=1) if isinstance(load.batch_size, int) else tuple(load.batch_size)
     last = load.longest(trained)
@@ -243,7 +255,6 @@ def decoder_options(load: LoadOptions, trained: int, layout: Layout = WHOLE) -> 
 
 
 def _ascending(name: str, one_or_more: object) -> None:
-    """Raise ConfigurationError unless the value is a positive number or an ascending list of them."""
     values = one_or_more if isinstance(one_or_more, (list, tuple)) else (one_or_more,)
     numbers = [value for value in values if isinstance(value, int) and not isinstance(value, bool)]
     if not values or len(numbers) < len(values) or numbers[0] < 1 or any(a >= b for a, b in pairwise(numbers)):
@@ -259,7 +270,6 @@ def _quarter(last: int, first: int = 128) -> tuple[int, ...]:
 
 
 def _powers(last: int, first: int = 128) -> tuple[int, ...]:
-    """Return ``first``, its double, its quadruple, ... and ``last``."""
     buckets = []
     bucket = first
     while bucket < last:

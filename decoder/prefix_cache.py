@@ -54,9 +54,7 @@ class PrefixCache:
         self._shared: dict[int, int] = {}  # rows that the last prompt of a slot copied
 
     def find(self, prompt: tuple[int, ...], layers: tuple[int, ...] | None) -> SharedPrefix | None:
-        """Return a slot that holds this prompt with the same hidden states; with prefix caching also one with a shared
-        prefix.
-        """
+        """Return a slot that holds this prompt with the same hidden states; with prefix caching also one with a prefix."""
         best: SharedPrefix | None = None
         for slot, read in self._by_slot.items():
             if read.layers != layers:
@@ -103,13 +101,10 @@ class PrefixCache:
             self._by_slot[to] = self._by_slot.pop(slot)
 
     def forget(self, slot: int) -> None:
-        """Forget the contents of a slot."""
         self._by_slot.pop(slot, None)
 
     def begin(self, *, last: object | None, holder: object | None) -> None:
-        """Begin a call. ``last``: with prefix caching, the holder whose prompts it reuses; ``holder``: the holder of
-        the current prompts.
-        """
+        """Begin a call. ``last``: the holder whose prompts it reuses; ``holder``: that of the current prompts."""
         if last is None or last is not holder:
             self._by_slot.clear()
         self.keeps = last is not None
@@ -140,9 +135,7 @@ class PrefixCache:
         return self._shared.get(slot, 0)
 
     def _common(self, read: CachedPrompt, prompt: tuple[int, ...]) -> int:
-        """Return the number of rows that the two share, excluding the last id of ``prompt``: the token after it must be
-        computed.
-        """
+        """Rows that both share, without the last id of ``prompt``: the token after it must be computed."""
         most = min(len(read.prompt), len(prompt) - 1)
         if read.prompt[:most] == prompt[:most]:
             return most - most % self.step

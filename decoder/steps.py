@@ -27,8 +27,8 @@ class PrefillStep(nn.Module):
         self.body, self._bucket, self._reads, self._every = body, bucket, reads, every
 
     def forward(self, tokens: Tensor, row: Tensor, count: Tensor, slot: Tensor) -> tuple[Tensor, ...]:
-        """Compute tokens [1, chunk] int32; row, count, slot [1] int32 -> logits [1, 1, V] of the last real token, or
-        [1, chunk, V], and the hidden states [1, chunk, F] if they are read.
+        """tokens [1, chunk], row, count, slot [1] int32 -> logits [1, 1 or chunk, V], and hidden states [1, chunk, F]
+        if read.
         """
         hidden, features = self.body(tokens, CachePosition(row, count, slot, self._bucket, padded=True), self._reads)
         if not self._every:
@@ -46,8 +46,8 @@ class WindowStep(nn.Module):
         self.body, self._bucket, self._reads = body, bucket, reads
 
     def forward(self, tokens: Tensor, row: Tensor, *parents: Tensor) -> tuple[Tensor, ...]:
-        """Compute tokens [B, T] int32, row [B] int32 and, for a tree, parents [B, T] int32 (rows of the window) ->
-        logits [B, T, V] float32, and hidden states [B, T, F] if they are read.
+        """tokens [B, T], row [B] and a tree's parents [B, T] int32 -> logits [B, T, V], and hidden states [B, T, F] if
+        read.
         """
         tree = Tree.of(*parents) if parents else None
         hidden, features = self.body.window(tokens, row, self._bucket, tree=tree, reads=self._reads)
@@ -181,7 +181,6 @@ def prefill_in_chunks(
 
 
 def _copy_rows(decoder: CompiledDecoder, slot: int, prefix: SharedPrefix) -> None:
-    """Copy the rows of a prefix to a slot, if the prefix is in another slot."""
     if prefix.slot == slot:
         return
     if decoder.on_host:
@@ -215,9 +214,7 @@ def window(
 
 
 def compact_path(decoder: CompiledDecoder, row: Tensor, path: Tensor, *, used_slots: int | None = None) -> None:
-    """Make an accepted path consecutive in the cache. row [B] int32, path [B, D] int32; ``used_slots``: see
-    `window`.
-    """
+    """Make an accepted path consecutive in the cache. row [B] int32, path [B, D] int32"""
     lines = decoder.lines_for(used_slots)
     row, path = first_slots(row, lines), first_slots(path, lines)
     key = GraphKey("compact", path.shape[1], decoder.kv_buckets[-1], lines=lines)

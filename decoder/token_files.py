@@ -32,12 +32,7 @@ DTYPES = {"uint16": 2, "uint32": 4}
 
 
 def write_tokens(path: Path, parts: Iterable[ArrayLike], *, vocab_size: int) -> int:
-    """Write ids [n] of each part, end to end, atomically. Return their number.
-
-    Raises:
-        ConfigurationError: an id is not in the vocabulary.
-        StorageError: the file cannot be written.
-    """
+    """Write ids [n] of each part, end to end, atomically. Return their number."""
     size, width = 0, _width(vocab_size)
 
     def pieces() -> Iterable[bytes]:
@@ -53,12 +48,7 @@ def write_tokens(path: Path, parts: Iterable[ArrayLike], *, vocab_size: int) -> 
 
 
 def append_tokens(path: Path, ids: ArrayLike) -> None:
-    """Append ids [n] to a file that `write_tokens` began.
-
-    Raises:
-        ConfigurationError: it has no such header, or an id is not in its vocabulary.
-        StorageError: the file cannot be written.
-    """
+    """Append ids [n] to a file that `write_tokens` began."""
     header = _header(path)
     if header is None:
         raise ConfigurationError(f"{path}: expected a header of token ids, got none; start the file with write_tokens")
@@ -68,13 +58,10 @@ def append_tokens(path: Path, ids: ArrayLike) -> None:
 
 
 def read_tokens(path: Path, vocab_size: int | None = None, *, dtype: str | None = None) -> np.ndarray:
-    """Return all ids of a file, [n] int32.
+    """Return all ids of a file, [n] int32; raise ConfigurationError unless they are of the vocabulary and its width.
 
     vocab_size  of the target; None: any
     dtype       "uint16" or "uint32", id width of a file without a header; a header takes precedence
-
-    Raises:
-        ConfigurationError: the width is unknown or not that of the vocabulary, or an id is not in the vocabulary.
     """
     if dtype is not None and dtype not in DTYPES:
         raise ConfigurationError(
@@ -115,7 +102,6 @@ def read_tokens(path: Path, vocab_size: int | None = None, *, dtype: str | None 
 
 
 def _width(vocab_size: int) -> int:
-    """Return the bytes of an id."""
     return 2 if vocab_size <= 1 << 16 else 4
 
 
@@ -129,7 +115,7 @@ def _packed(path: Path, ids: np.ndarray, vocab_size: int) -> bytes:
 
 
 def _header(path: Path) -> tuple[int, int] | None:
-    """Return the bytes of an id and the size of the vocabulary; None for a file without a header."""
+    """Return the bytes of an id and the size of the vocabulary; None: the file has no header."""
     with path.open("rb") as file:
         raw = file.read(HEADER_BYTES)
     if len(raw) < HEADER_BYTES or not raw.startswith(MAGIC):

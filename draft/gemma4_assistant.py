@@ -34,6 +34,7 @@ from paceline.decoder.parallel.vocab_part import topk
 from paceline.decoder.weights.checkpoint import load_floats
 from paceline.decoder.weights.hub import checkpoint_path
 from paceline.draft.heads import AutoregressiveHead, HeadDrafter, at_index
+from paceline.draft.options import parse_draft_tree
 from paceline.heads.checkpoint import read
 from paceline.heads.layouts import HeadKeys, MustBe, check_target, read_config
 from paceline.heads.options import Wanted
@@ -154,16 +155,19 @@ def load(folder: Path, target: ModelConfig, dtype: torch.dtype) -> tuple[Assista
     return config, weights
 
 
-def draft_shape(target: ModelConfig, wanted: Wanted, folder: Path) -> DraftShape:
-    """Check the config.json; return the shape of its drafts."""
+def draft_shape(target: ModelConfig, wanted: Wanted, folder: Path, *, draft_tree: str = "chain") -> DraftShape:
+    """Check the config.json and the tree; return the shape of its drafts. Errors as in `AssistantConfig.read` and
+    `parse_draft_tree`.
+    """
     AssistantConfig.read(folder, target)
-    return DraftShape.chain(wanted.k)
+    return parse_draft_tree(draft_tree, k=wanted.k)
 
 
 class AssistantHead(AutoregressiveHead):
     """The layers, over the cache of ``body``, the target. Takes ``weights``."""
 
     reads = FeatureSpec()
+    sees_drafts = False
     order: Tensor
     cluster: Tensor
 
@@ -242,27 +246,31 @@ def _movable(rows: Tensor) -> Tensor:
 
 
 class AssistantDrafter(HeadDrafter):
-    """Drafts chains of ``k`` tokens with Gemma 4's assistant."""
+    """Drafts chains of ``k`` tokens, or static trees, with Gemma 4's assistant."""
 
     head: AssistantHead
 
     @classmethod
-    def from_pretrained(cls, path: str | os.PathLike[str], target: CompiledDecoder, k: int = 4) -> AssistantDrafter:
+    def from_pretrained(
+        cls, path: str | os.PathLike[str], target: CompiledDecoder, k: int = 4, *, draft_tree: str = "chain"
+    ) -> AssistantDrafter:
         """Load an assistant for a target, which is not sharded.
 
-        path  folder in the layout of transformers, or an id of the Hugging Face hub
+        path        folder in the layout of transformers, or an id of the Hugging Face hub
+        draft_tree  "chain" of ``k`` tokens, or "tree:PARENTS" with the parent of each node, -1 for the root
 
         Raises:
             CheckpointError: the folder cannot be used.
             PairingError: it is for another target.
         """
+        shape = parse_draft_tree(draft_tree, k=k)
         config, weights = load(checkpoint_path(path), target.config, target.options.dtype)
         if target.backend.group.degree > 1:
             raise PairingError(
                 f"tp_degree: expected 1 for {_OF}, which reads the target's whole cache, got "
                 f"{target.backend.group.degree}; use another drafter"
             )
-        return cls(AssistantHead(config, weights, target.body), target, k)
+        return cls(AssistantHead(config, weights, target.body), target, shape)
 
     def bucket(self, rows: int) -> int:
         return self.decoder.bucket_for(rows)

@@ -123,7 +123,11 @@ class AutoregressiveHead(CachedHead):
 
     If it reads features, a row belongs to a pair: the feature at p and the token at p + 1. `read` returns the hidden
     state that predicts the first drafted token.
+
+    sees_drafts  a draft reads those before it; otherwise every node of a tree is read alone, at the last committed row
     """
+
+    sees_drafts = True
 
     @abstractmethod
     def next(self, token: Tensor, hidden: Tensor, place: CachePosition) -> Tensor:
@@ -249,6 +253,7 @@ class ParallelStep(nn.Module):
         return self.head.kernels.sample_tokens(logits.contiguous(), positions, sampling)
 
 
+Rank = Callable[..., tuple[Tensor, Tensor]]
 Extend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Tokens [B, n] of inner nodes, states [B, n, H] of their parents, whose rows are [B, n] -> their states [B, n, H]."""
 
@@ -283,13 +288,13 @@ class LevelTree(nn.Module):
         self.register_buffer(name, torch.tensor(values, dtype=torch.int32))
 
     def grown(
-        self, head: AutoregressiveHead, hidden: Tensor, extend: Extend, *, position: Tensor, sampling: SamplingTensors
+        self, rank: Rank, hidden: Tensor, extend: Extend, *, position: Tensor, sampling: SamplingTensors
     ) -> Tensor:
         """Draft from the root's state ``hidden`` [B, 1, H]; position [B, 1] int32 of the first drafts -> [B, N]."""
         levels: list[Tensor] = []
         for level, most in enumerate(self._choices, 1):
             at = (position + (level - 1)).expand(-1, hidden.shape[1]).contiguous()
-            picks, _ = head.rank_tokens(hidden, at, sampling, count=most)
+            picks, _ = rank(hidden, at, sampling, count=most)
             tokens = picks.flatten(1).index_select(1, self.get_buffer(f"pick_{level}"))
             levels.append(tokens)
             if level < len(self._choices):
@@ -324,6 +329,10 @@ class NextTreeStep(nn.Module):
         rows = [torch.full_like(last, tree.ROOT).unsqueeze(1)]
 
         def extend(nodes: Tensor, hidden: Tensor, parents: Tensor) -> Tensor:
+            if not head.sees_drafts:
+                alone = head.next_place(row + last, 1, self._bucket, sampling=sampling)
+                pairs = zip(nodes.split(1, 1), hidden.split(1, 1), strict=True)
+                return torch.cat([head.next(node.contiguous(), state, alone) for node, state in pairs], 1)
             for every, new in ((read, nodes), (states, hidden), (rows, parents)):
                 every.append(new)
             window, ancestry = torch.cat(read, 1), Tree.of(torch.cat(rows, 1))
@@ -331,7 +340,7 @@ class NextTreeStep(nn.Module):
             return head.next(window, torch.cat(states, 1), at)[:, -nodes.shape[1] :].contiguous()
 
         position = (first_row + count).unsqueeze(1)
-        return (self.levels.grown(head, root, extend, position=position, sampling=sampling),)
+        return (self.levels.grown(head.rank_tokens, root, extend, position=position, sampling=sampling),)
 
 
 class ReadStep(nn.Module):
@@ -358,7 +367,6 @@ class MoveRowsStep(nn.Module):
         self.head, self._bucket = head, bucket
 
     def forward(self, slot: Tensor, to: Tensor) -> tuple[Tensor]:
-        """slot, to [1] int32 -> to"""
         move_rows(self.head.caches(), slot, to, count=self._bucket)
         return (to + 0,)
 
@@ -457,7 +465,6 @@ class HeadDrafter(TraceableDrafter):
         self._forget(slot)
 
     def _forget(self, slot: int) -> None:
-        """Forget the commits of a slot whose request is finished."""
         for commit, finished in self._pending:
             if not finished:  # slots without a request: only their commits start at row 0
                 finished.update(other for other, row in enumerate(commit.first_row.tolist()) if row == 0)

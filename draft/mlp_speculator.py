@@ -18,14 +18,15 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from paceline.core.errors import CheckpointError
+from paceline.core.errors import CheckpointError, ConfigurationError
 from paceline.core.types import DraftShape, FeatureSpec, SamplingKind, SamplingTensors
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.kernels.protocol import Kernels
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.options import MAX_WIDTH, DecoderOptions
 from paceline.decoder.weights.hub import checkpoint_path
-from paceline.draft.heads import DraftHead, HeadDrafter, at_index
+from paceline.draft.heads import DraftHead, Extend, HeadDrafter, LevelTree, Rank, at_index
+from paceline.draft.options import parse_draft_tree
 from paceline.heads.checkpoint import as_dtype, check, read
 from paceline.heads.layouts import HeadKeys, MustBe, check_target, read_config
 from paceline.heads.options import Wanted
@@ -120,9 +121,24 @@ def load(folder: Path, target: ModelConfig) -> tuple[MlpSpeculatorConfig, dict[s
     return config, weights
 
 
-def draft_shape(target: ModelConfig, wanted: Wanted, folder: Path) -> DraftShape:
-    """Check the config.json; return the shape of its drafts."""
-    return DraftShape.chain(min(wanted.k, MlpSpeculatorConfig.read(folder, target).stages))
+def draft_shape(target: ModelConfig, wanted: Wanted, folder: Path, *, draft_tree: str = "chain") -> DraftShape:
+    """Check the config.json and the tree; return the shape of its drafts. Errors as in `MlpSpeculatorConfig.read` and
+    `parse_draft_tree`.
+
+    Raises:
+        ConfigurationError: the tree is deeper than there are stages.
+    """
+    return _shape(draft_tree, wanted.k, MlpSpeculatorConfig.read(folder, target).stages)
+
+
+def _shape(draft_tree: str, k: int, stages: int) -> DraftShape:
+    shape = parse_draft_tree(draft_tree, k=min(k, stages))
+    if shape.depth > stages:
+        raise ConfigurationError(
+            f"draft_tree: expected at most {stages} levels, one for each stage of this speculator, got {shape.depth}; "
+            "use a flatter tree"
+        )
+    return shape
 
 
 class MlpSpeculatorHead(DraftHead):
@@ -146,7 +162,7 @@ class MlpSpeculatorHead(DraftHead):
         return self.seated_rows(sampling, window)
 
     def step(self, k: int, bucket: int, kind: SamplingKind) -> nn.Module:
-        return MlpSpeculatorStep(self, k, kind=kind)
+        return MlpSpeculatorStep(self, DraftShape.chain(k), kind=kind)
 
     def first(self, state: Tensor) -> Tensor:
         """The target's state [B, 1, H] -> what the first stage reads."""
@@ -165,42 +181,61 @@ class MlpSpeculatorHead(DraftHead):
 
 
 class MlpSpeculatorStep(nn.Module):
-    """Draft ``k`` tokens, each by its stage. ``kind``: of sampling, of the rounds it is for."""
+    """Draft a chain, or a static tree, every level by its stage. ``kind``: of sampling, of the rounds it is for."""
 
-    def __init__(self, head: MlpSpeculatorHead, k: int, *, kind: SamplingKind = "full") -> None:
+    def __init__(self, head: MlpSpeculatorHead, shape: DraftShape, *, kind: SamplingKind = "full") -> None:
         super().__init__()
-        self.head, self._k, self._kind = head, k, kind
+        self.head, self._k, self._kind = head, shape.depth, kind
+        self.levels = None if shape.is_chain or not shape.parents else LevelTree(shape.parents)
 
     def forward(
         self, tokens: Tensor, count: Tensor, first_row: Tensor, params: Tensor, seeds: Tensor, features: Tensor
     ) -> tuple[Tensor]:
-        """The inputs of a `ChainStep` -> drafts [B, k] int32."""
-        head, sampling = self.head, SamplingTensors(params, seeds, self._kind)
-        real = head.real_rows(sampling, 1)
+        """The fields of a Commit [B, W], params [B, 4], seeds [B, 4], features [B, W, H] -> drafts [B, N] int32."""
+        head, sampling, stages = self.head, SamplingTensors(params, seeds, self._kind), iter(range(self._k))
+
+        def after(token: Tensor, both: Tensor) -> Tensor:
+            """Tokens [B, n], states [B, n, >= H or I] before them -> the next states, and behind them their logits."""
+            index, real = next(stages), head.real_rows(sampling, token.shape[1])
+            width = head.config.inner_size if index else head.config.hidden_size
+            return torch.cat(head.stage(index, both[..., :width].contiguous(), token, real=real), -1)
+
+        position = (first_row + count).unsqueeze(1)
         state = head.first(at_index(features, count - 1).contiguous())
-        drafts = [at_index(tokens, count - 1).clamp(min=0, max=head.config.vocab_size - 1)]
+        last = at_index(tokens, count - 1).clamp(min=0, max=head.config.vocab_size - 1)
+        both = after(last, state)
+
+        def logits(both: Tensor) -> Tensor:
+            return both[..., head.config.inner_size :].contiguous()
+
+        if self.levels is not None:
+            rank: Rank = lambda both, *at, count: head.kernels.rank_tokens(logits(both), *at, count=count)  # noqa: E731
+            extend: Extend = lambda nodes, states, _: after(nodes, states)  # noqa: E731
+            return (self.levels.grown(rank, both, extend, position=position, sampling=sampling),)
+        drafts = []
         for index in range(self._k):
-            state, logits = head.stage(index, state, drafts[-1], real=real)
-            position = (first_row + count + index).unsqueeze(1)
-            drafts.append(head.kernels.sample_tokens(logits.contiguous(), position, sampling))
-        return (torch.cat(drafts[1:], 1),)
+            both = after(drafts[-1], both) if index else both
+            drafts.append(head.kernels.sample_tokens(logits(both), position + index, sampling))
+        return (torch.cat(drafts, 1),)
 
 
 class MlpSpeculatorDrafter(HeadDrafter):
-    """Drafts chains of up to as many tokens as the speculator has stages."""
+    """Drafts chains of up to as many tokens as the speculator has stages, or static trees of as many levels."""
 
     head: MlpSpeculatorHead
 
     @classmethod
     def from_pretrained(
-        cls, path: str | os.PathLike[str], target: CompiledDecoder, k: int | None = None
+        cls, path: str | os.PathLike[str], target: CompiledDecoder, k: int | None = None, *, draft_tree: str = "chain"
     ) -> MlpSpeculatorDrafter:
         """Load a speculator for a target.
 
-        path  folder with its config.json and weights, or an id of the Hugging Face hub
-        k     drafted tokens; None, or more than there are stages: one for each stage
+        path        folder with its config.json and weights, or an id of the Hugging Face hub
+        k           drafted tokens; None, or more than there are stages: one for each stage
+        draft_tree  "chain", or "tree:PARENTS" with the parent of each node, -1 for the root
 
         Raises:
+            ConfigurationError: the tree is deeper than there are stages.
             CheckpointError: the folder cannot be used.
             PairingError: it is for another target.
         """
@@ -208,7 +243,10 @@ class MlpSpeculatorDrafter(HeadDrafter):
         config, found = load(folder, target.config)
         weights = as_dtype(folder, found, dtype)
         head = MlpSpeculatorHead(config, weights, kernels=target.backend.kernels, options=target.options)
-        return cls(head, target, config.stages if k is None else min(k, config.stages))
+        return cls(head, target, _shape(draft_tree, config.stages if k is None else k, config.stages))
+
+    def step(self, bucket: int, kind: SamplingKind) -> nn.Module:
+        return MlpSpeculatorStep(self.head, self.draft_shape, kind=kind)
 
     def cache_key(self) -> dict[str, object]:
         return {"mlp speculator": asdict(self.head.config), "dtype": str(self.head.options.dtype)}

@@ -14,13 +14,8 @@ from paceline.heads.options import Wanted, option
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NoOptions:
-    """A drafter without options but k."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TreeOptions:
-    """The option of a drafter with a `next`: ``draft_tree``, as of `parse_draft_tree`."""
+    """The option of a head that drafts chains or static trees: ``draft_tree``, as of `parse_draft_tree`."""
 
     draft_tree: str = "chain"
 

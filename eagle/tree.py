@@ -114,7 +114,9 @@ class StaticTree(LevelTree):
     def forward(self, head: EagleHead, root: LastPair, sampling: SamplingTensors, bucket: int) -> tuple[Tensor, ...]:
         """Grow the tree from its root -> drafts [B, N] int32."""
         frontier = TreeFrontier(head, root, bucket, sampling=sampling)
-        return (self.grown(head, root.hidden, frontier.extend, position=_positions(root), sampling=sampling),)
+        return (
+            self.grown(head.rank_tokens, root.hidden, frontier.extend, position=_positions(root), sampling=sampling),
+        )
 
 
 class DynamicTree(nn.Module):

@@ -7,7 +7,7 @@ import argparse
 import os
 import statistics
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from functools import reduce
 from time import perf_counter
 
 from rich.console import Console
@@ -48,10 +48,7 @@ class Measured:
         return statistics.median(self.speeds(rows))
 
     def total(self, rows: list[int]) -> Statistics:
-        made = Statistics()
-        for row in rows:
-            add(made, self.results[row].statistics)
-        return made
+        return reduce(Statistics.plus, (self.results[row].statistics for row in rows))
 
 
 def compare(
@@ -107,15 +104,6 @@ def run(sampler: Sampler, prompts: list[Prompt], measured: Measured, *, max_new_
         assert isinstance(result, GenerationResult)
         measured.results.append(result)
     measured.seconds.append(seconds)
-
-
-def add(total: Statistics, one: Statistics) -> None:
-    """Add the counts of one call."""
-    for name in ("num_rounds", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "new_tokens"):
-        setattr(total, name, getattr(total, name) + getattr(one, name))
-    for name in ("num_draft_tokens_per_pos", "num_accepted_tokens_per_pos"):
-        sums = zip_longest(getattr(total, name), getattr(one, name), fillvalue=0)
-        setattr(total, name, [before + now for before, now in sums])
 
 
 def table(plain: Measured, fast: Measured, options: argparse.Namespace, label: str) -> Table:

@@ -34,11 +34,13 @@ class Corpus(Protocol):
     """Batches of `TEXTS_PER_FILE` sequences with the target's hidden states, by number: `FeatureCache` or another
     source.
 
-    key     identifies these sequences
-    length  tokens of a sequence, on average
+    key      identifies these sequences
+    batches  number of different ones
+    length   tokens of a sequence, on average
     """
 
     key: str
+    batches: int
 
     @property
     def length(self) -> float: ...
@@ -48,10 +50,8 @@ class Corpus(Protocol):
     def eval_texts(self) -> Texts: ...
 
 
-def write_features(
-    target: FrozenTarget, folder: Path, name: str, *, batches: Sequence[Callable[[], Tensor]], report: PartProgress
-) -> None:
-    """Make batches of sequences, compute the target's hidden states, and store each batch in a file.
+def write_features(folder: Path, name: str, *, batches: Sequence[Callable[[], Texts]], report: PartProgress) -> None:
+    """Make batches of sequences with the target's last hidden states, and store each in a file.
 
     Existing files are kept, so that an interrupted run resumes.
     """
@@ -60,19 +60,22 @@ def write_features(
         if path.is_file():
             continue
         report(f"states of the target ({name})", index, len(batches))
-        tokens = batch()
-        states = torch.cat([target.states(part) for part in tokens.split(8)]).to("cpu", torch.bfloat16)
-        save_tensors(path, {"tokens": tokens.to("cpu", torch.int32), "states": states})
+        made = batch().to("cpu")
+        tensors = {"tokens": made.tokens.to(torch.int32), "states": made.last}
+        save_tensors(path, tensors if made.counted is None else {**tensors, "counted": made.counted})
     report(f"states of the target ({name})", len(batches), len(batches))
 
 
 def read_features(folder: Path, *, prompt: int = 0) -> list[Texts]:
-    """Read the files of `write_features` in order of their names; ``prompt``: see `Texts.after`."""
+    """Read the sequences of `write_features`, one entry per file, in order of their names; ``prompt``: see
+    `Texts.after`; of conversations, the answers count.
+    """
     texts = []
     for path in sorted(folder.glob("*.safetensors")):
         tensors = load_file(path)
-        one = Texts(tensors["tokens"].to(torch.int64), tensors["states"], tensors["states"])
-        texts.append(one.after(prompt) if prompt else one)
+        states, counted = tensors["states"], tensors.get("counted")
+        one = Texts(tensors["tokens"].to(torch.int64), states, states, counted)
+        texts.append(one.after(prompt) if prompt and counted is None else one)
     return texts
 
 
@@ -249,8 +252,8 @@ class FeatureFiles:
     """Batches of texts whose hidden states SpecForge or speculators wrote, a file for each text.
 
     SpecForge's files hold ``aux_hidden_state``, and ``hidden_state`` after the last norm; speculators' hold
-    ``hidden_states`` of several layers, the last before that norm, and no mask of the answers: all positions count,
-    unless the file has a ``loss_mask``.
+    ``hidden_states`` of several layers, the last before that norm, perhaps in 8 bits, and no mask of the answers: all
+    positions count, unless the file has a ``loss_mask``.
     """
 
     def __init__(self, target: FrozenTarget, folder: Path, *, longest: int, measured: int) -> None:
@@ -293,6 +296,8 @@ class FeatureFiles:
             else:
                 states = made["hidden_states"]
                 states = torch.stack(states, 1) if isinstance(states, list) else states
+                if "hidden_states_scales" in made:  # 8 bits, with a scale for each token
+                    states = states.float() * made["hidden_states_scales"]
                 streams, last = states[:, :-1].flatten(1), self._target.normed(states[:, -1])
             answers = made.get("loss_mask", torch.ones(len(tokens))).flatten()[: len(tokens)].bool()
             width, size = len(self._target.layers) * self._target.output.shape[1], len(tokens)

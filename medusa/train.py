@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -22,9 +22,9 @@ from torch import Tensor
 
 from paceline.core.errors import ConfigurationError
 from paceline.heads import features
-from paceline.heads.features import PartProgress, read_features, write_features
+from paceline.heads.features import Corpus, PartProgress, TrainingData, read_features, write_features
 from paceline.heads.frozen_model import FrozenTarget, Texts, products
-from paceline.heads.options import TEXTS_PER_FILE
+from paceline.heads.options import TEXTS_PER_FILE, CachedTextOptions
 from paceline.heads.trainer import Trainer, rank, ranks
 from paceline.medusa import checkpoint, search
 from paceline.medusa.config import MedusaConfig, MedusaTexts, MedusaTraining
@@ -152,20 +152,43 @@ def _schedule(step: int, steps: int) -> float:
     return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))
 
 
-def gather(target: FrozenTarget, stream: np.ndarray, texts: MedusaTexts, *, work: Path, report: PartProgress) -> Path:
-    """Make every requested file of states that does not exist. -> their folder"""
-    facts = [target.fingerprint(), asdict(texts), hashlib.sha256(np.ascontiguousarray(stream).tobytes()).hexdigest()]
-    states = work / f"states-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}"
+def gather(target: FrozenTarget, data: TrainingData, texts: MedusaTexts, *, work: Path, report: PartProgress) -> Path:
+    """Make every requested file of states that does not exist; of conversations, only answers count. -> their folder
+
+    Raises:
+        ConfigurationError: there is too little data, or continuations of conversations are asked for.
+    """
+    corpus: Corpus | None = None
+    if data.texts or data.states is not None:
+        if texts.self_distill_tokens:
+            raise ConfigurationError(
+                "self_distill_tokens: expected 0 for chats, traces and hidden states, whose answers are learnt, got "
+                f"{texts.self_distill_tokens}; set it to 0, or give text"
+            )
+        options = CachedTextOptions(length=texts.length, prompt=texts.prompt, eval_samples=texts.eval_samples)
+        corpus = data.corpus(target, options, folder=work)
+    key = hashlib.sha256(np.ascontiguousarray(data.stream).tobytes()).hexdigest() if corpus is None else corpus.key
+    facts = json.dumps([target.fingerprint(), asdict(texts), key])
+    states = work / f"states-{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
+    if corpus is not None:
+        count = min(corpus.batches, math.ceil(texts.tokens / (TEXTS_PER_FILE * corpus.length)))
+        batches = [partial(corpus.batch, number) for number in range(count)]
+        write_features(states / "train", "data", batches=batches, report=report)
+        write_features(states / "measure", "data", batches=[corpus.eval_texts], report=report)
+        return states
     length, prompt = texts.length, texts.prompt_length
     counts = [texts.tokens // length, texts.self_distill_tokens // length, texts.eval_samples]
-    real, distilled, measured = features.cut(stream, sum(counts), length, seed=0).split(counts)
-    batches = [lambda part=part: part for part in real.split(TEXTS_PER_FILE)] if len(real) else []
-    write_features(target, states / "train", "data", batches=batches, report=report)
+    real, distilled, measured = features.cut(data.stream, sum(counts), length, seed=0).split(counts)
+
+    def write(kind: str, name: str, made: Sequence[Callable[[], Tensor]]) -> None:
+        batches = [lambda one=one: target.read(one()) for one in made]
+        write_features(states / kind, name, batches=batches, report=report)
+
+    write("train", "data", [lambda part=part: part for part in real.split(TEXTS_PER_FILE)] if len(real) else [])
     if len(distilled):
-        generated = features.self_generate(target, distilled[:, :prompt], length, temperatures=texts.temperature)
-        write_features(target, states / "train", "own", batches=generated, report=report)
-    greedy = features.self_generate(target, measured[:, :prompt], length, temperatures=(0.0,))
-    write_features(target, states / "measure", "own", batches=greedy, report=report)
+        prompts = distilled[:, :prompt]
+        write("train", "own", features.self_generate(target, prompts, length, temperatures=texts.temperature))
+    write("measure", "own", features.self_generate(target, measured[:, :prompt], length, temperatures=(0.0,)))
     return states
 
 

@@ -17,6 +17,8 @@ reason for each:
     mean           holds NaN, for rows of no numbers; here the sum divided by the row's length
     comparisons    with a Python number go through 64 bits; here the number has the tensor's type
     & | ^          with a Python number have no lowering in torch-mlir 20261001; here the number is a tensor
+    copy, slice_scatter
+                   of a write into the first rows of a cache, unlisted; here the rows joined with the others
     gelu, softmax, relu
                    lowered as the compiler chooses, gelu with an erf, which Neuron refuses (EHCA005); here sums,
                    products, exp and tanh, and numbers within 2e-7 of the originals
@@ -60,6 +62,8 @@ def rewrites() -> dict[Any, Callable[..., Any]]:
         aten.__rshift__.Scalar: shift_right,
         aten.view.dtype: view_as,
         aten._to_copy.default: to_copy,
+        aten.copy.default: lambda x, new, *_args: new.to(x.dtype).expand_as(x),
+        aten.slice_scatter.default: slice_scatter,
         aten.gelu.default: gelu,
         aten.relu.default: relu,
         aten.softmax.int: softmax,
@@ -97,6 +101,12 @@ def index(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
     if rows is None or rows.dtype == torch.bool:
         raise BackendError("a graph can be indexed by only one tensor of row numbers; rewrite the step with one index")
     return x.index_select(0, rows.reshape(-1)).reshape(*rows.shape, *x.shape[1:])
+
+
+def slice_scatter(x: Tensor, new: Tensor, dim: int = 0, *within: int | None) -> Tensor:
+    """Join new rows with those of x before and after them. ``within``: start, end and step of 1, if given."""
+    first, last, _ = slice(*within, *[None] * (3 - len(within))).indices(x.shape[dim])
+    return torch.cat((x.narrow(dim, 0, first), new, x.narrow(dim, last, x.shape[dim] - last)), dim)
 
 
 def cumsum(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:

@@ -41,20 +41,15 @@ class DecoderApplication:
 
     @property
     def decoder(self) -> SamplingDecoder:
-        """The decoder.
-
-        Raises:
-            ConfigurationError: nothing is loaded yet.
-        """
+        """The decoder. ConfigurationError if nothing is loaded yet."""
         if self._decoder is None:
             raise ConfigurationError("the model is not loaded; call load(), or compile(folder) first")
         return self._decoder
 
     def compile(self, folder: str | os.PathLike[str]) -> None:
         """Compile every graph that the configuration needs into ``folder``, and store the configuration with them. For
-        Neuron: CPUs keep no graphs.
-
-        A backend without graphs to save does not change the configuration in the folder.
+        Neuron:
+        CPUs keep no graphs.
         """
         self.load()
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -122,7 +117,6 @@ class DecoderApplication:
         return self._text.read(input_ids[order], real, 1)[rows, 0]
 
     def _place(self, positions: Tensor, real: Tensor) -> None:
-        """Begin new sequences at position 0; check other positions."""
         ahead = real.cumsum(1) - 1
         if torch.equal(positions[real], ahead[real].to(positions.dtype)):
             self._text = None
@@ -141,11 +135,7 @@ class DecoderApplication:
         self._text = None
 
     def quantize(self, folder: str | os.PathLike[str]) -> None:
-        """Write the checkpoint with 8-bit weights; a `DecoderApplication` of that folder needs no ``quantization``.
-
-        Raises:
-            ConfigurationError, CheckpointError, StorageError: as `save_quantized`.
-        """
+        """Write the checkpoint with 8-bit weights; a `DecoderApplication` of that folder needs no ``quantization``."""
         save_quantized(self.path, folder, self.config.quantization or "int8")
 
     def generator(self, draft: object = None) -> SpeculativeGenerator:
@@ -162,7 +152,6 @@ class DecoderApplication:
         return HuggingFaceGenerationAdapter(self)
 
     def served(self) -> SamplingDecoder | SpeculativeGenerator:
-        """Return the decoder, or the generator if the configuration names a draft."""
         return self.decoder if self.config.draft_model_path is None else self.generator()
 
     @property
@@ -176,7 +165,6 @@ class DecoderApplication:
         return self._compiled
 
     def close(self) -> None:
-        """Give the decoder back."""
         if self._decoder is not None:
             self._decoder.close()
         self._decoder = self._text = None

@@ -18,7 +18,7 @@ from paceline.build import Progress
 from paceline.core.errors import CheckpointError
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.models import registry
-from paceline.decoder.options import LoadOptions
+from paceline.decoder.options import LoadOptions, renamed
 from paceline.engine.request import InputIds, SamplingParams
 from paceline.generator import OutputStream, SpeculativeGenerator
 from paceline.loadable import Loadable, loadable
@@ -86,7 +86,6 @@ class SamplingDecoder(CompiledDecoder):
         self.generator.compile()
 
     def sibling(self) -> SamplingDecoder:
-        """Return a decoder as `CompiledDecoder.sibling` does."""
         sibling = super().sibling()
         assert isinstance(sibling, SamplingDecoder)
         sibling.__dict__.pop("generator", None)
@@ -105,7 +104,6 @@ class AutoDecoder:
 
     @classmethod
     def _check_family(cls, found: Loadable) -> None:
-        """Raise CheckpointError if this class does not load a checkpoint's family."""
         if cls.families and found.config.model_type not in cls.families:
             raise CheckpointError(
                 f"{found.folder}: model_type: expected {', '.join(cls.families)} for {cls.__name__}, got "
@@ -134,7 +132,8 @@ class AutoDecoder:
                 number of ranks.
             BackendError: the backend cannot run on this machine.
         """
-        found = loadable(path, LoadOptions.of(options))
+        with renamed(options) as own:
+            found = loadable(path, LoadOptions.of(own))
         cls._check_family(found)
         return load(found, progress)
 

@@ -68,10 +68,8 @@ class AutoDrafter:
 def load_draft_models(
     config: SpeculativeConfig, target: CompiledDecoder, load: LoadModel | None = None
 ) -> SpeculativeConfig:
-    """Return the configuration with decoders in place of folders of draft models. Heads stay folders. Everything is
-    checked before the first is loaded; errors as in `paceline.draft_checks.prepared`.
-
-    load  loads a draft model; default: `paceline.build.load`
+    """Return the configuration with decoders in place of folders of draft models, all checked before the first is
+    loaded by ``load``. Heads stay folders. Errors as of `paceline.draft_checks.prepared`.
     """
     load = load or partial(build.load, kind=CompiledDecoder)
 
@@ -109,7 +107,6 @@ class _Makers:
         self.decoders: list[CompiledDecoder] = []
 
     def make(self, spec: DraftSpec) -> Drafter:
-        """The drafter of one entry."""
         if spec.value is not None:
             return self._given(spec, spec.value)
         if spec.parts:
@@ -122,7 +119,6 @@ class _Makers:
         return drafter
 
     def _choice(self, spec: DraftSpec) -> Drafter:
-        """The best of several. A part without a k has that of the choice."""
         parts = [part if part.k is not None or spec.k is None else replace(part, k=spec.k) for part in spec.parts]
         made = [self.make(part) for part in parts]
         options: dict[str, Any] = dict(spec.options)
@@ -132,7 +128,6 @@ class _Makers:
         return self.config.longest_draft(self.target.backend.draft_lengths) if spec.k is None else spec.k
 
     def _given(self, spec: DraftSpec, value: object) -> Drafter:
-        """A drafter from a Python object."""
         if isinstance(value, CompiledDecoder):
             return self._model(value, spec)
         if isinstance(value, type) and hasattr(value, "propose"):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from math import prod
 from typing import TypeVar
 
@@ -79,13 +81,29 @@ def _few_threads(config: ModelConfig) -> Iterator[None]:
     """Load with one thread per `_A_THREAD` numbers: with small tensors, threads wait longer than they compute, and idle
     ones spin. Afterwards `environment.threads` of them compute.
     """
-    usual = environment.threads(torch.get_num_threads())
+    usual = torch.get_num_threads()
+    if not _is_set(usual):
+        usual = environment.threads(usual)
     numbers = sum(prod(spec.shape) for spec in registry.family(config.model_type).tensors(config).values())
     torch.set_num_threads(min(usual, 1 + numbers // _A_THREAD))
     try:
         yield
     finally:
         torch.set_num_threads(usual)
+
+
+def _is_set(num_threads: int) -> bool:
+    """Whether this process has called `torch.set_num_threads` with that number: then a new thread has it, whatever it
+    asks of OpenMP itself (seen in PyTorch 2.13).
+    """
+
+    def in_thread() -> int:
+        ctypes.CDLL(None).omp_set_num_threads(1)
+        return torch.get_num_threads()
+
+    with suppress(AttributeError), ThreadPoolExecutor(1) as pool:  # no OpenMP
+        return num_threads > 1 and pool.submit(in_thread).result() == num_threads
+    return False
 
 
 def engine(
@@ -179,7 +197,6 @@ class _Builder:
         self.width = self.plain_steps if self.plain_steps > 1 else shape.depth + 1
 
     def engine(self) -> Engine:
-        """The engine."""
         drafter, target, config = self.drafter, self.target, self.config
         pace, rest, most = None, None, drafter.draft_shape.depth
         if self.plain_steps > 1:
@@ -212,7 +229,6 @@ class _Builder:
         return Engine(self.slots, rounds, shape, target.prefix_cache if config.prefix_caching else None)
 
     def _plan(self, length: int) -> RoundPlan:
-        """The plan of rounds that draft ``length`` tokens."""
         drafter, full = self.drafter, self.drafter.draft_shape.depth
         short = drafter if length in (0, full) else drafter.shortened(length)
         as_drafted = self.own or not (self.one_width or short is drafter)
@@ -241,7 +257,6 @@ class _Builder:
         )
 
     def _predicted(self) -> RoundPlan:
-        """The plan for requests some of which bring a prediction."""
         # If nothing else drafts: the number of tokens that plain steps in one graph commit.
         shape = self.shape if self.shape.num_draft_tokens else DraftShape.chain(self.width - 1)
         drafter = RowDrafter(self.drafter, self.slots, draft_shape=shape)
@@ -280,11 +295,7 @@ class _Builder:
         )
 
     def _fused(self, drafter: Drafter, shape: DraftShape) -> TraceableDrafter | None:
-        """Return the drafter if it shares a graph with a verifier of that shape.
-
-        Raises:
-            ConfigurationError: the option was given by name, and cannot be applied.
-        """
+        """Return the drafter if it shares a graph with a verifier of that shape."""
         chains = drafter.draft_shape.is_chain and shape.is_chain
         if self.can_fuse and (chains or drafter.draft_shape == shape):
             assert isinstance(drafter, TraceableDrafter)
@@ -300,12 +311,10 @@ class _Builder:
 
 
 def _on_other_ranks(state: nn.Module, target: CompiledDecoder) -> bool:
-    """Whether a draft model runs on other ranks than the target."""
     return isinstance(state, ModelWithCache) and state.group != target.body.group
 
 
 def _widened(shape: DraftShape, width: int) -> DraftShape:
-    """A chain that fills ``width`` rows."""
     if isinstance(width, bool) or not isinstance(width, int):
         raise ConfigurationError(f"verify_width: expected an integer or None, got {width!r}; correct it")
     nodes = shape.num_draft_tokens

@@ -32,11 +32,7 @@ VOCABULARIES = ("same", "intersection", "retokenize")
 
 
 def parse_k(k: object) -> int | tuple[int, ...] | Literal["auto"] | None:
-    """Draft lengths: a number, ascending numbers to choose among (also as text: ``"auto:0,2,4"``), ``"auto"`` or None.
-
-    Raises:
-        ConfigurationError: it is none of these.
-    """
+    """Draft lengths: a number, ascending numbers to choose among (also ``"auto:0,2,4"``), ``"auto"`` or None."""
     if k is None:
         return None
     if k == "auto":
@@ -127,14 +123,14 @@ class SpeculativeConfig(BaseModel):
     )
 
     def __init__(self, **values: Any) -> None:
-        try:
-            super().__init__(**renamed(values))
-        except ValidationError as error:
-            raise configuration_error(error, type(self)) from error
+        with renamed(values) as own:
+            try:
+                super().__init__(**own)
+            except ValidationError as error:
+                raise configuration_error(error, type(self)) from error
 
     @model_validator(mode="after")
     def _check(self) -> SpeculativeConfig:
-        """Refuse keys that contradict each other, and keys of a draft where there is none."""
         if self.synthetic_acceptance is not None and self.acceptor != RuleSpec("match"):
             raise ConfigurationError(
                 f"synthetic_acceptance: expected no acceptor with it, got {self.acceptor.name or 'a rule'!r}; give "
@@ -167,7 +163,6 @@ class SpeculativeConfig(BaseModel):
 
     @property
     def max_k(self) -> int:
-        """The largest number of drafted tokens per round in ``k``."""
         if self.k is None:
             return DEFAULT_K
         return DRAFT_LENGTHS[-1] if self.k == "auto" else self.k[-1] if isinstance(self.k, tuple) else self.k

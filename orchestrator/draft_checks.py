@@ -103,7 +103,6 @@ class _Checks:
     rule: AcceptanceRule
 
     def spec(self, spec: DraftSpec) -> DraftSpec:
-        """Check one drafter. An object of the user's own is not checked."""
         config = self.config
         if spec.parts:
             return self._choice(spec)
@@ -167,6 +166,11 @@ class _Checks:
             check_width(shape.num_draft_tokens + 1)
             check_trees(self.rule, shape)
             check_depth(spec, shape, self.config.k if spec.k is None else spec.k)
+            if not shape.is_chain and isinstance(self.config.k, tuple | str):
+                raise ConfigurationError(
+                    f"k: expected one number, since {spec} drafts a {shape}, got several; give one number, or let it "
+                    "draft a chain"
+                )
 
 
 def _text(row: DrafterRow, options: dict[str, Any], k: int) -> DraftShape:
@@ -177,11 +181,7 @@ def _text(row: DrafterRow, options: dict[str, Any], k: int) -> DraftShape:
 
 
 def make_rule(config: SpeculativeConfig) -> AcceptanceRule:
-    """Return the acceptance rule of a configuration.
-
-    Raises:
-        ConfigurationError: an option of it is unknown or out of range.
-    """
+    """Return the acceptance rule of a configuration; ConfigurationError: an option of it is wrong."""
     spec = config.acceptor
     if config.synthetic_acceptance is not None:
         spec = RuleSpec("synthetic", (("alpha", config.synthetic_acceptance),))
@@ -194,12 +194,7 @@ def make_rule(config: SpeculativeConfig) -> AcceptanceRule:
 
 
 def check_options(row: DrafterRow | RuleRow, options: Mapping[str, object], where: str) -> dict[str, Any]:
-    """Return the options of a row unchanged; those in ``options`` must be parameters of its constructor, of the right
-    types.
-
-    Raises:
-        ConfigurationError: one is unknown or of another type.
-    """
+    """Return the options of a row; raise ConfigurationError for one that is unknown or of another type."""
     known = options_of(row)
     for name, value in options.items():
         if name not in known:
@@ -224,11 +219,7 @@ def _hints(row: DrafterRow | RuleRow) -> dict[str, Any]:
 
 
 def recognise(path: str) -> str:
-    """Return the registry row of a checkpoint, by its config.json: ``model`` unless it is one of heads.
-
-    Raises:
-        CheckpointError: there is no such folder, or no config.json in it.
-    """
+    """Return the registry row of a checkpoint, by its config.json; CheckpointError: there is none."""
     folder = checkpoint_path(path)
     if is_gguf(folder):
         return "model"
@@ -254,7 +245,6 @@ def _has_mark(fields: Mapping[str, object], key: str, value: object) -> bool:
 
 
 def row_name(spec: DraftSpec) -> str:
-    """The row of the registry that one drafter is of; CheckpointError as `recognise`."""
     if spec.name is not None:
         return spec.name
     assert spec.path is not None, "a spec names a drafter, a folder or an object"

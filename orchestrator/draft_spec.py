@@ -27,6 +27,7 @@ from numbers import Integral
 from pathlib import Path
 
 from paceline.core.errors import ConfigurationError
+from paceline.decoder.options import renamed
 from paceline.registry import ACCEPTANCE_RULES, DRAFTERS
 
 CHOICE = "choice"
@@ -60,7 +61,6 @@ class DraftSpec:
     parts: tuple[DraftSpec, ...] = ()
 
     def __str__(self) -> str:
-        """Write the spec in the grammar, for messages."""
         source = self.name or str(self.path)
         if self.value is not None:  # a decoder knows its folder
             source = str(getattr(self.value, "folder", None) or type(self.value).__name__)
@@ -98,7 +98,6 @@ class RuleSpec:
     value: object = None
 
     def __str__(self) -> str:
-        """Write the rule in the grammar."""
         return _written(self.name or type(self.value).__name__, self.options)
 
 
@@ -108,11 +107,7 @@ def _written(source: str, options: Sequence[tuple[str, object]]) -> str:
 
 
 def parse_draft(draft: object) -> tuple[DraftSpec, ...]:
-    """The drafters of a draft option, in order; empty for plain decoding.
-
-    Raises:
-        ConfigurationError: it does not match the grammar, or names no drafter.
-    """
+    """The drafters of a draft option, in order; empty for plain decoding."""
     draft = _from_json(draft)
     if isinstance(draft, list | tuple) and not _is_pair(draft):
         return tuple(spec for entry in draft for spec in parse_draft(entry))
@@ -123,7 +118,6 @@ def parse_draft(draft: object) -> tuple[DraftSpec, ...]:
 
 
 def _is_pair(entry: Sequence[object]) -> bool:
-    """Whether it is (drafter, k)."""
     return isinstance(entry, tuple) and len(entry) == 2 and integer(entry[1]) is not None
 
 
@@ -165,6 +159,8 @@ def _parse_mapping(entry: Mapping[object, object]) -> DraftSpec:
 
 def _spec(kind: str, source: str, options: dict[str, object]) -> DraftSpec:
     """Return the checked value: an existing name, a path if one is needed, k as a number."""
+    with renamed(options) as own:
+        options = own
     path: object = source if kind == "path" else options.pop("path", None)
     name = source if kind == "type" else None
     if name == CHOICE:

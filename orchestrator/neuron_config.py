@@ -1,8 +1,7 @@
 """`NeuronConfig`: loading options of a decoder, read from the files of NxD Inference and transformers-neuronx.
 
-A typed value with the names of this package, which can be written to JSON and read back. Unknown keys raise; keys
-without an effect in Paceline are in `without_effect`, each with the reason, and are logged. `paceline.application` uses
-it.
+Unknown keys raise; keys without an effect in Paceline are in `without_effect`, each with the reason, and are logged.
+`paceline.application` uses it.
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ NUMBER, NUMBERS = "a number, 0 or more", "a list of numbers"
 @dataclass(frozen=True, slots=True)
 class KeyTables:
     """The keys of `neuronx_distributed_inference/models/config.py` and `transformers_neuronx/config.py` that have no
-    counterpart in Paceline, from ``neuron_config_keys.json``.
-
-    A file with a value outside its key's set is not one that those projects read, so its meaning is unknown.
+    counterpart in Paceline, from ``neuron_config_keys.json``. A file with a value outside its key's set is not one that
+    those
+    projects read, so its meaning is unknown.
 
     without_effect   key -> reason why it has no effect; ``sampling_without_effect``: of NxD's sampling
     values           key -> type of its value; keys not listed: true or false
     choices          key -> allowed words; a number format may begin with "torch."
     refused          keys that would change the computation -> the accepted values, and the remedy for others
     quant            fields of transformers-neuronx' QuantizationConfig -> accepted values (None: any), and why no
-                     others
+    others
     kv_caches        both projects' names of the type -> `kv_cache_dtype`
     kv_keys          the fields of the quantization of keys and values
     """
@@ -61,7 +60,6 @@ class KeyTables:
 
 @cache
 def key_tables() -> KeyTables:
-    """The tables."""
     file = files("paceline").joinpath("neuron_config_keys.json").read_text(encoding="utf-8")
     data = json.loads(file)
     inverted = {
@@ -164,25 +162,19 @@ class NeuronConfig(LoadOptions, metaclass=_ReadsForeignKeys):
 
     @classmethod
     def from_json(cls, text: str) -> NeuronConfig:
-        """Read the output of `to_json`.
-
-        Raises:
-            ConfigurationError: a key is unknown, or a value is out of range.
-        """
+        """Read the output of `to_json`."""
         fields = _json(text, "the text")
         config = cls.of(fields | {"on_device_sampling": _sampling(fields.get("on_device_sampling"))})
         assert isinstance(config, cls)
         return config
 
     def to_json(self) -> str:
-        """Write JSON, with the names of this package."""
         sampling = None if self.on_device_sampling is None else self.on_device_sampling.model_dump()
         values = {one.name: getattr(self, one.name) for one in fields(self)}
         return json.dumps(values | {"on_device_sampling": sampling}, indent=2)
 
     @property
     def load_options(self) -> LoadOptions:
-        """Options to load the decoder."""
         return LoadOptions(**{one.name: getattr(self, one.name) for one in fields(LoadOptions)})
 
     def load(self, path: str | os.PathLike[str], *, backend: str | None = None) -> SamplingDecoder:
@@ -192,7 +184,6 @@ class NeuronConfig(LoadOptions, metaclass=_ReadsForeignKeys):
 
     @property
     def sampling_params(self) -> SamplingParams:
-        """Default sampling parameters."""
         sampling = self.on_device_sampling
         return SamplingParams() if sampling is None else SamplingParams(**sampling.model_dump())
 
@@ -216,18 +207,13 @@ def InferenceConfig(  # noqa: N802  NxD Inference's name
     fused_spec_config: Mapping[str, Any] | None = None,
     load_config: object = None,  # noqa: ARG001  the model's folder has it
 ) -> NeuronConfig:
-    """Return the options, with the draft of ``fused_spec_config``.
-
-    Raises:
-        ConfigurationError: as `NeuronConfig.from_neuron_config`.
-    """
+    """Return the options, with the draft of ``fused_spec_config``."""
     if isinstance(neuron_config, NeuronConfig):
         return replace(neuron_config, draft_model_path=(fused_spec_config or {}).get("draft_model_path"))
     return NeuronConfig.from_neuron_config({"neuron_config": neuron_config, "fused_spec_config": fused_spec_config})
 
 
 def _sampling(fields: object) -> OnDeviceSampling | None:
-    """Read the sampling fields; raise ConfigurationError for unknown sampling."""
     try:
         return None if fields is None else OnDeviceSampling.model_validate(fields)
     except ValidationError as error:
@@ -235,7 +221,7 @@ def _sampling(fields: object) -> OnDeviceSampling | None:
 
 
 def _is(value: object, wanted: str) -> bool:
-    """Return whether a value is of a kind, given by its name in messages. True and false are not numbers."""
+    """Whether a value is of a kind, given by its name in messages. True and false are not numbers."""
     if wanted == NUMBER:
         return isinstance(value, int) and not isinstance(value, bool) and value >= 0
     if wanted == NUMBERS:
@@ -245,11 +231,7 @@ def _is(value: object, wanted: str) -> bool:
 
 
 def _check(name: str, value: Any, wanted: str) -> Any:
-    """Return the value, checked to be of that kind or None.
-
-    Raises:
-        ConfigurationError: it is of another kind.
-    """
+    """Return the value, checked to be of that kind or None."""
     if value is None or _is(value, wanted):
         return value
     if wanted == "an object":
@@ -288,10 +270,10 @@ _KV_DEFAULT = "float8_e4m3fn"  # NxD's type of keys and values, if none is named
 
 
 class _Reader:
-    """Reads the fields of one file of NxD Inference or transformers-neuronx, as the options of `NeuronConfig`. Keys
-    that are read are removed; the remaining ones are unknown.
+    """Reads the fields of one file, as the options of `NeuronConfig`. Keys that are read are removed; the remaining
+    ones
+    are unknown.
 
-    fields          keys not read yet
     without_effect  keys that have no effect, and why
     """
 
@@ -300,11 +282,6 @@ class _Reader:
         self.without_effect: dict[str, str] = {}
 
     def read(self, fused_spec: Mapping[str, Any] | None) -> dict[str, Any]:
-        """The options.
-
-        Raises:
-            ConfigurationError: a key is unknown, or a value is not supported.
-        """
         self._refuse()
         quantization, left_alone = self._quantization()
         positions, chunks = self._positions()
@@ -354,7 +331,6 @@ class _Reader:
             self.without_effect[name] = tables.without_effect[name]
 
     def _take(self, name: str, wanted: str) -> Any:
-        """The value of a key, which must be of a kind, or None."""
         return _check(name, self.fields.pop(name, None), wanted)
 
     def _amp(self) -> str:
@@ -368,7 +344,7 @@ class _Reader:
         return _DTYPES[name]
 
     def _batches(self) -> int | list[int]:
-        """Return the slots, or the numbers of slots with a separate graph, if the file lists them."""
+        """The slots, or the numbers of slots with a separate graph, if the file lists them."""
         listed, own = self._take("token_generation_batches", NUMBERS) or [], self._one_or_more("batch_size")
         if isinstance(own, (list, tuple)):  # those of transformers-neuronx
             listed, own = [*listed, *own], None
@@ -382,8 +358,8 @@ class _Reader:
         return _ascending([*listed, most]) if listed else most
 
     def _positions(self) -> tuple[int | list[int] | None, int | list[int] | None]:
-        """Return the buckets of the cache length and of prompts. Without bucketing there is one of each, of the
-        sequence's length.
+        """The buckets of the cache length and of prompts. Without bucketing there is one of each, of the sequence's
+        length.
         """
         names = ("seq_len", "max_length", "max_context_length")
         length, longest, context = (self._take(name, NUMBER) for name in names)
@@ -411,9 +387,9 @@ class _Reader:
         return self._take(name, NUMBER if value is None or isinstance(value, int) else NUMBERS)
 
     def _quantization(self) -> tuple[str | None, list[str]]:
-        """Return the format of the matrices, and the modules that keep that of ``amp``.
-
-        If a file of NxD Inference names no type or no dtype, NxD Inference's default applies.
+        """The format of the matrices, and the modules that keep that of ``amp``. If a file of NxD Inference names no
+        type or no
+        dtype, its default applies.
         """
         quantized, quant = self._take("quantized", "true or false"), self._take("quant", "an object")
         kind, dtype = self.fields.pop("quantization_type", None), self.fields.pop("quantization_dtype", None)
@@ -453,7 +429,6 @@ class _Reader:
         return f"fp8_{dtype[2:6]}", list(names)
 
     def _quant(self, quant: Mapping[str, object]) -> object:
-        """The type of transformers-neuronx' QuantizationConfig."""
         known = self.tables.quant
         for name, value in quant.items():
             if name not in known:
@@ -466,8 +441,8 @@ class _Reader:
         return quant.get("quant_dtype", "s8")
 
     def _kv_cache(self) -> str | None:
-        """Return the cache type of NxD's kv_quant_config (`KVQuantizationConfig`), or of kv_cache_quant, a flag or an
-        object.
+        """The cache type of NxD's kv_quant_config (`KVQuantizationConfig`), or of kv_cache_quant, a flag or
+        an object.
         """
         caches, config = self.tables.kv_caches, self._take("kv_quant_config", "an object")
         name = "kv_cache_quant" if config is None else "kv_quant_config"
@@ -500,7 +475,7 @@ class _Reader:
 
 
 def _plain(value: Any) -> Any:
-    """Return the value of an Enum's member: those projects' GQA and Layout have members of the same values."""
+    """The value of an Enum's member: those projects' GQA and Layout have members of the same values."""
     return value.value if isinstance(value, Enum) else value
 
 

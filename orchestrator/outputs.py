@@ -187,11 +187,7 @@ class GenerationResult:
     def collect(
         cls, requests: Sequence[Request], outputs: Iterable[RequestOutput], *, pad_token_id: int, statistics: Statistics
     ) -> GenerationResult:
-        """Combine the outputs of all requests; ``statistics`` are complete once all have finished.
-
-        Raises:
-            RequestError: a request failed with it.
-        """
+        """Combine the outputs of all requests; raise the error of one that failed."""
         import torch
 
         texts = [list(request.prompt) for request in requests]

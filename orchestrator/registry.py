@@ -163,10 +163,12 @@ DRAFTERS: dict[str, DrafterRow] = {
             "paceline.draft.mlp_speculator:MlpSpeculatorDrafter.from_pretrained",
             "IBM's MLP speculator",
             given_as="folder",
+            trees=True,
             fused=True,
+            ladder="chains",
             listable=False,
             check="paceline.draft.mlp_speculator:draft_shape",
-            options="paceline.draft.options:NoOptions",
+            options="paceline.draft.options:TreeOptions",
             marks=(("model_type", "mlp_speculator"),),
         ),
         DrafterRow(
@@ -174,10 +176,12 @@ DRAFTERS: dict[str, DrafterRow] = {
             "paceline.draft.gemma4_assistant:AssistantDrafter.from_pretrained",
             "Gemma 4's assistant, which reads the target's cache",
             given_as="folder",
+            trees=True,
             fused=True,
+            ladder="chains",
             listable=False,
             check="paceline.draft.gemma4_assistant:draft_shape",
-            options="paceline.draft.options:NoOptions",
+            options="paceline.draft.options:TreeOptions",
             marks=(("model_type", "gemma4_assistant"), ("model_type", "gemma4_unified_assistant")),
         ),
         DrafterRow(
@@ -276,7 +280,6 @@ _GIVEN = frozenset(
 
 
 def resolve(path: str) -> Any:
-    """Import the object of a row's path."""
     module, _, attributes = path.partition(":")
     value: Any = importlib.import_module(module)
     for attribute in attributes.split("."):

@@ -128,7 +128,6 @@ def _run(rounds: Rounds, plan: RoundPlan, commit: Commit, *, sampling: SamplingT
 
 
 def _verify_both(verifier: Verifier, commit: Commit, *, sampling: SamplingTensors, limits: RoundLimits) -> None:
-    """Verify with a proposal and without."""
     assert isinstance(verifier, HostVerifier | CompiledVerifier)
     shape = verifier.draft_shape
     tokens = torch.zeros(len(commit.tokens), shape.num_draft_tokens, dtype=torch.int32)

@@ -56,7 +56,6 @@ class IdleBudget:
 
     @contextmanager
     def timed(self, kind: str) -> Iterator[None]:
-        """Measure the time of a unit of work of that kind."""
         begin = self._clock()
         yield
         self._units.setdefault(kind, deque(maxlen=_KEPT)).append(self._clock() - begin)
@@ -155,7 +154,6 @@ class OutcomeModel:
         return _jointly([self._of_slot(slot) for slot in slots])
 
     def _of_slot(self, slot: DraftedSlot) -> list[Candidate]:
-        """Return outcomes of one slot, likeliest first."""
         assert slot.seconds is not None
         candidates, so_far, drafts = [], 1.0, _first(slot)
         for place, draft in enumerate(drafts):
@@ -245,7 +243,6 @@ class _Round:
         return zip(self.slots, self.texts, strict=False)
 
     def live(self) -> list[DraftedSlot]:
-        """Return the drafts of slots with requests."""
         return [slot for slot, text in self.drafted() if text is not None]
 
 
@@ -310,7 +307,6 @@ class LookaheadDrafter(Drafter):
         return Proposal(tokens[:, : self.draft_shape.num_draft_tokens])
 
     def paused(self, seconds: float) -> None:
-        """Record the seconds from the last reply to the target's next request."""
         self._idle.paused(seconds)
 
     @property
@@ -327,7 +323,6 @@ class LookaheadDrafter(Drafter):
     # ---- inside
 
     def _units(self, last: _Round, before: _Round | None) -> Iterator[None]:
-        """Do the work after a round, unit by unit."""
         if before is not None:
             self._learn(before, last)
         if self._overwritten is not None:
@@ -362,7 +357,6 @@ class LookaheadDrafter(Drafter):
         return self._idle.saves("draft", max(full, self._outcomes.of(None)[1]), after="review")
 
     def _draft(self, last: _Round, outcome: Candidate) -> None:
-        """Draft for an outcome, and keep the proposal."""
         outcomes = iter(outcome.tokens)
         rows = [list(slot.drafts[:1] if text is None else next(outcomes)) for slot, text in last.drafted()]
         texts = [
@@ -382,7 +376,6 @@ class LookaheadDrafter(Drafter):
         last.ready.append(_Ready(texts, proposal.tokens))
 
     def _review(self, last: _Round, second_choices: SecondChoiceModel) -> None:
-        """Find the second choices for the drafts."""
         with self._idle.timed("review"):
             seconds, gaps = second_choices.seconds(last.commit, last.tokens, last.sampling, rows=last.limits.max_rows)
         last.slots = [

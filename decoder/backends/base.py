@@ -109,8 +109,8 @@ class Backend:
         """Accept rank 0's `ModelWithCache` and the checkpoint folder; called once, before the first graph."""
 
     def divide(self, first: nn.Module, others: Sequence[nn.Module]) -> None:
-        """Give ranks 1 and up their modules ``others`` in place of rank 0's module ``first``, which later steps
-        contain: the same modules with other values. Not for a model's own body.
+        """Give ranks 1 and up ``others`` in place of rank 0's ``first``, a module of later steps and not the model's
+        body.
         """
 
     def close(self) -> None:
@@ -156,11 +156,7 @@ def check_formats(name: str, weights: Iterable[Stored]) -> None:
 
 
 def make(name: str, degree: int = 1, quantization: str | None = None, *, kv_cache_dtype: str | None = None) -> Backend:
-    """Create a backend for a model on ``degree`` ranks with matrices and cache in the given formats.
-
-    Raises:
-        ConfigurationError: see `registry.check`.
-    """
+    """Create a backend for a model on ``degree`` ranks with matrices and cache in the given formats; errors as `check`."""
     row = check(name, degree, quantization, kv_cache_dtype=kv_cache_dtype)
     module, _, attribute = (row.divided if degree > 1 else row.path).partition(":")
     kind = getattr(importlib.import_module(module), attribute)

@@ -17,8 +17,6 @@ from paceline.decoder.parallel.ranks import EAGER, eager_step, shared
 
 
 class EagerBackend(Backend):
-    """Runs steps directly."""
-
     name = "eager"
 
     def __init__(self) -> None:
@@ -29,9 +27,7 @@ class EagerBackend(Backend):
 
 
 class RankedBackend(Backend):
-    """`EagerBackend` on several ranks, for one decoder. ``kind``: class of the `paceline.decoder.parallel.ranks`
-    members.
-    """
+    """`EagerBackend` on several ranks, for one decoder. ``kind``: class of the members."""
 
     name = "eager"
     kind = EAGER
@@ -42,12 +38,10 @@ class RankedBackend(Backend):
         self.group = self.ranks.member.group
 
     def attach(self, body: nn.Module, path: str) -> None:
-        """Load each other rank's shard of the model."""
         assert isinstance(body, ModelWithCache)
         self._number = self.ranks.adopt(body, path, config=body.config, options=body.options)
 
     def divide(self, first: nn.Module, others: Sequence[nn.Module]) -> None:
-        """Send each other rank its tensors in place of rank 0's."""
         self.ranks.divide(self._number, first, others)
 
     def compile(self, graph: Graph, announce: Callable[[str], None]) -> Step:
@@ -60,5 +54,4 @@ class RankedBackend(Backend):
         return run
 
     def close(self) -> None:
-        """Release this decoder on the other ranks; the last decoder of this degree ends their processes."""
         self.ranks.release(self._number)

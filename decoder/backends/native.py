@@ -12,8 +12,6 @@ from paceline.decoder.native.program import Program
 
 
 class NativeBackend(Backend):
-    """Recorded steps on native kernels."""
-
     name = "native"
 
     def __init__(self) -> None:

@@ -81,9 +81,7 @@ BACKENDS: dict[str, BackendRow] = {
 
 
 def why_not_quantized(row: BackendRow, quantization: str | None) -> str:
-    """Return why a backend cannot run a model with matrices in a format; "" if it can. The planner uses the same
-    rule.
-    """
+    """Return why a backend cannot run matrices in a format; "" if it can. The planner uses the same rule."""
     if row.blocks or quantization is None:
         return ""
     if quantization != "gguf" and not WeightFormat.of(quantization).block_bytes:
@@ -109,11 +107,7 @@ def why_not_cached(row: BackendRow, kv_cache_dtype: str | None) -> str:
 def check(
     name: str, degree: int = 1, quantization: str | None = None, *, kv_cache_dtype: str | None = None
 ) -> BackendRow:
-    """Return the row of a backend that supports ``degree`` ranks and these formats of matrices and cache.
-
-    Raises:
-        ConfigurationError: no backend has this name, it supports one rank only, or does not support a format.
-    """
+    """Return the row of a backend; raise ConfigurationError if it lacks these ranks or formats, or there is none."""
     if not isinstance(name, str) or name not in BACKENDS:
         raise ConfigurationError(f"backend: expected one of {', '.join(BACKENDS)}, got {name!r}; use one of them")
     row = BACKENDS[name]

@@ -42,12 +42,8 @@ def key(facts: Facts) -> str:
 
 
 def ensure(root: Path, facts: Facts, build: Callable[[Path], None], *, prefix: str = "") -> Path:
-    """Return the folder of the artefact with these facts; build it with ``build(folder)`` if it does not exist.
-
-    ``prefix``: prefix of the folder's name, for readability.
-
-    Raises:
-        StorageError: it does not exist and cannot be written.
+    """Return the folder of the artefact with these facts; if it does not exist, ``build(folder)`` makes it. Its name
+    begins with ``prefix``; errors as `making`.
     """
     with making(root, facts, prefix=prefix) as draft:
         if draft is not None:
@@ -61,10 +57,8 @@ def making(
 ) -> Iterator[Path | None]:
     """Yield a folder in which to build the artefact with these facts: it enters the cache if the block does not raise.
 
-    Yields None if it already exists. ``waiting`` is called while another process builds it.
-
-    Raises:
-        StorageError: it does not exist and cannot be written.
+    Yields None if it already exists. ``waiting`` is called while another process builds it. Raises StorageError if it
+    cannot be written.
     """
     folder = root / f"{prefix}{key(facts)}"
     if (folder / MANIFEST).is_file():
@@ -133,9 +127,7 @@ def machine_facts() -> dict[str, object]:
 
 @lru_cache(maxsize=1)
 def source_hash() -> str:
-    """Return a hash of every source file that a graph may be traced from: graphs of another version are never
-    reused.
-    """
+    """Return a hash of every source file that a graph may be traced from."""
     digest = hashlib.sha256()
     for folder in source_folders():
         for path in sorted(path for path in folder.rglob("*") if path.suffix in _SOURCES):
@@ -153,9 +145,7 @@ def source_folders() -> list[Path]:
 
 
 def outside_sources(step: nn.Module) -> dict[str, str]:
-    """Return a hash of every file outside the package that defines a part of a step: a user's rule, family or
-    drafter.
-    """
+    """Return a hash of every file outside the package that defines a part of a step, as a user's rule."""
     kinds = {type(value) for part in step.modules() for value in (part, *vars(part).values())}
     names = {kind.__module__ for kind in kinds if kind.__module__.split(".")[0] not in _KNOWN_PACKAGES}
     files = {name: getattr(sys.modules.get(name), "__file__", None) for name in names}
@@ -164,7 +154,6 @@ def outside_sources(step: nn.Module) -> dict[str, str]:
 
 @lru_cache(maxsize=1)
 def _cpu_flags() -> str:
-    """Return a fingerprint of the instruction set, because kernels are built for the machine that runs them."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())

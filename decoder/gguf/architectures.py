@@ -73,8 +73,6 @@ _WINDOW = ("attention.sliding_window", "attention.sliding_window_pattern")
 
 
 def _mixture(name: str, **said: object) -> Callable[[Keys], Mapping[str, object]]:
-    """How many experts there are, by ``name``, and what else holds."""
-
     def more(keys: Keys) -> Mapping[str, object]:
         return {name: keys.integer("expert_count"), "num_experts_per_tok": keys.integer("expert_used_count"), **said}
 
@@ -236,7 +234,6 @@ _DOTS1 = Architecture(
 
 
 def _without_drafts(keys: Keys) -> Mapping[str, object]:
-    """Layers of the network itself; those after them draft."""
     return {"num_hidden_layers": keys.integer("block_count") - keys.whole("nextn_predict_layers")}
 
 
@@ -380,7 +377,6 @@ def _apertus(keys: Keys) -> Mapping[str, object]:
 
 
 def _of_layers(keys: Keys) -> Mapping[str, object]:
-    """Separate inputs of layers, and how many layers read the keys and values of others."""
     table = keys.header.tensors.get("per_layer_token_embd.weight")
     return {
         "num_kv_shared_layers": keys.whole("attention.shared_kv_layers"),
@@ -575,11 +571,6 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def architecture(header: GgufHeader) -> Architecture:
-    """The row of a file.
-
-    Raises:
-        UnknownArchitectureError: there is none.
-    """
     name = header.fields.text("general.architecture")
     if name not in ARCHITECTURES:
         raise UnknownArchitectureError(

@@ -35,13 +35,7 @@ _PIECE = 1 << 16  # numbers dequantised at a time
 
 
 def read_checkpoint(path: Path) -> GgufHeader:
-    """Return the header of a file, or of all parts of a model, after checking that it can be loaded.
-
-    Raises:
-        MissingWeightsError: the file, or a part, is absent or truncated.
-        CheckpointError: it is damaged.
-        UnknownArchitectureError: its architecture or a tensor's type is not supported.
-    """
+    """Return the header of a file, or of all parts of a model, after checking that it can be loaded."""
     header = read_header(path)
     architecture(header)
     checked: set[str] = set()
@@ -56,13 +50,7 @@ def read_checkpoint(path: Path) -> GgufHeader:
 
 
 def read_config(path: Path) -> dict[str, object]:
-    """Return the keys of a config.json equivalent to the file's metadata.
-
-    Raises:
-        CheckpointError: see `read_checkpoint`; or a key is missing or has a wrong value.
-        UnknownArchitectureError: see `read_checkpoint`; or a key would change the computation in a way that is not
-            implemented.
-    """
+    """Return the keys of a config.json equivalent to the file's metadata; raise a CheckpointError if there is none."""
     header = read_checkpoint(path)
     found: dict[str, tuple[float, ...]] = {}
     for name in FACTORS:
@@ -87,11 +75,6 @@ class GgufFile:
 
     @classmethod
     def open(cls, path: Path) -> GgufFile:
-        """Open a file.
-
-        Raises:
-            CheckpointError, UnknownArchitectureError: see `read_checkpoint`; or two tensors have one Hugging Face name.
-        """
         header = read_checkpoint(path)
         return cls(header, pieces(header))
 
@@ -100,7 +83,6 @@ class GgufFile:
         return {name: TensorInfo(self._shape(piece), "F32") for name, piece in self.pieces.items()}
 
     def read(self, name: str) -> Tensor:
-        """Return the whole tensor, float32."""
         return self.read_range(name, (0, self._shape(self.pieces[name])[0]), dim=0)
 
     def read_range(self, name: str, span: tuple[int, int], *, dim: int) -> Tensor:
@@ -181,7 +163,6 @@ def _raw(stored: StoredTensor) -> NDArray[Any]:
 
 
 def _spans(stored: StoredTensor, span: tuple[int, int]) -> Iterator[tuple[int, int]]:
-    """Yield ranges of rows, or of numbers for a one-dimensional tensor, in pieces."""
     numbers_of_a_row = stored.shape[-1] if len(stored.shape) > 1 else 1
     step = max(1, _PIECE // numbers_of_a_row)
     for begin in range(span[0], span[1], step):
@@ -206,7 +187,7 @@ def _numbers(stored: StoredTensor, rows: NDArray[Any], *, columns: tuple[int, in
 
 
 def _can_dequantise(stored: StoredTensor) -> bool:
-    """Return whether the `gguf` package can dequantise this type: tries one block of zeros."""
+    """Try one block of zeros."""
     from gguf import dequantize
     from gguf.constants import GGMLQuantizationType
 
@@ -252,12 +233,7 @@ _NEUTRAL: dict[str, object] = {
 
 
 def _config(header: GgufHeader, factors: Mapping[str, tuple[float, ...]]) -> dict[str, object]:
-    """Return the keys and values of a config.json. ``factors``: those of `FACTORS` that the file has.
-
-    Raises:
-        CheckpointError: a key is missing or has a wrong value.
-        UnknownArchitectureError: a key would change the computation in a way that is not implemented.
-    """
+    """Return the keys and values of a config.json. ``factors``: those of `FACTORS` that the file has."""
     row = architecture(header)
     keys, fields = Keys(header, header.fields.text("general.architecture"), factors), header.fields
     _refuse_keys(keys, row)
@@ -314,7 +290,6 @@ def _num_tokens(header: GgufHeader) -> int | None:
 
 
 def _turned(keys: Keys, family: Family) -> dict[str, object]:
-    """The share of a head that is rotated, where the family can rotate a part of it."""
     if "latent" in family.reads:  # whose keys in a file are those of the latent vector
         return {}
     width, rotated = keys.head_dim, keys.integer("rope.dimension_count", keys.head_dim)

@@ -72,13 +72,7 @@ class GgufHeader:
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Read the header of the file ``path``, or of all parts of its model, and check it against the files' sizes.
-
-    Raises:
-        MissingWeightsError: a file does not exist or is truncated.
-        CheckpointError: it is not a GGUF file, is damaged, of an old version, or no part of this model.
-        UnknownArchitectureError: a tensor has a type that the installed `gguf` package does not name.
-    """
+    """Read the header of the file ``path``, or of all parts of its model, and check it against the files' sizes."""
     header = _read_file(path)
     count = header.fields.integer("split.count", 1, minimum=0)
     files = parts(path)
@@ -117,8 +111,6 @@ def _read_file(path: Path) -> GgufHeader:
 
 
 class _Parser:
-    """Parser of the header, from its first byte to its last."""
-
     def __init__(self, path: Path, data: mmap.mmap, size: int) -> None:
         self._path, self._data, self._size, self._at = path, data, size, 0
 
@@ -165,7 +157,6 @@ class _Parser:
     def _placed(
         self, entries: list[tuple[str, tuple[int, ...], int, int]], begin: int, alignment: int
     ) -> dict[str, StoredTensor]:
-        """Return tensors by name, each checked to be inside the file."""
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
         types = {int(kind): (kind.name, GGML_QUANT_SIZES[kind]) for kind in GGMLQuantizationType}
@@ -228,7 +219,6 @@ class _Parser:
             raise self._damaged(f"the text at byte {begin} is not UTF-8") from error
 
     def _take(self, layout: str) -> tuple[int, ...]:
-        """Parse the next numbers, little-endian."""
         layout = "<" + layout
         self._check_room(struct.calcsize(layout), 1, "bytes")
         values = struct.unpack_from(layout, self._data, self._at)

@@ -87,11 +87,7 @@ class Piece:
 
 
 def pieces(header: GgufHeader) -> dict[str, Piece]:
-    """Every tensor of the file by its name in a checkpoint; one that is not known keeps its own.
-
-    Raises:
-        CheckpointError: two tensors have one name, or a key that says how one is laid out is missing.
-    """
+    """Every tensor of the file by its name in a checkpoint; one that is not known keeps its own."""
     row = architecture(header)
     keys, family = Keys(header, header.fields.text("general.architecture")), row.family_row()
     outer = {_OUTER[part]: (part, name) for part, name in family.names.outer.items()}
@@ -139,7 +135,6 @@ def pieces(header: GgufHeader) -> dict[str, Piece]:
 
 
 def _written(header: GgufHeader, names: Names) -> dict[str, Piece]:
-    """Numbers of the metadata that a checkpoint has as tensors."""
     made = {}
     for part, key in _WRITTEN.items():
         said = header.metadata.get(key)

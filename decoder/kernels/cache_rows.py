@@ -57,11 +57,7 @@ MAX_EXACT = 1 << 24
 
 
 def flat(cache: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
-    """Number rows [b, T] of slots [b] in a cache viewed as one long table of rows. -> [b * G * T] int32
-
-    Raises:
-        ConfigurationError: the table has too many rows to number exactly.
-    """
+    """Number rows [b, T] of slots [b] in a cache viewed as one long table of rows. -> [b * G * T] int32"""
     total, groups, room, _ = cache.shape
     if total * groups * room > MAX_EXACT:
         raise ConfigurationError(
@@ -74,10 +70,7 @@ def flat(cache: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
 
 
 def store(cache: Tensor, new: Tensor, *, slots: Tensor, rows: Tensor) -> None:
-    """Write new [b, G, T, D] to rows [b, T] of slots [b] of a cache [slots, G, R, D] in place.
-
-    One scatter of rows of D numbers each, the unit that a device's memory engine moves fastest.
-    """
+    """Write new [b, G, T, D] to rows [b, T] of slots [b] of a cache in place: one scatter of rows of D numbers."""
     total, groups, room, width = cache.shape
     wide = cache.view(total * groups * room, width)
     wide.index_put_((flat(cache, slots, rows),), new.reshape(-1, width))

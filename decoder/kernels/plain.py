@@ -38,14 +38,11 @@ NORMS: tuple[NormKind, ...] = ("rms", "rms plus one", "layer")
 
 
 class PlainOperations:
-    """Operations of `paceline.decoder.kernels.protocol.Kernels` whose speed is not critical for a backend, or that it
-    compiles.
-    """
+    """Operations of `Kernels` whose speed is not critical for a backend, or that it compiles."""
 
     def norm(
         self, x: Tensor, weight: Tensor, *, eps: float, bias: Tensor | None = None, kind: NormKind = "rms"
     ) -> Tensor:
-        """Normalise the last dimension."""
         if kind == "layer":
             x = x - x.mean(-1, keepdim=True)
         x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
@@ -53,20 +50,17 @@ class PlainOperations:
         return x if bias is None else x + bias
 
     def rotate(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-        """Apply rotary embeddings."""
         count = rotation[0].shape[-1]
         if count == x.shape[-1]:
             return apply_rope(x, *rotation)
         return torch.cat((apply_rope(x[..., :count], *rotation), x[..., count:]), -1)
 
     def activate(self, x: Tensor, activation: str, *, gated: bool) -> Tensor:
-        """Apply an activation."""
         if not gated:
             return ACTIVATIONS[activation](x)
         return gate_with(x, activation)
 
     def embed(self, table: MatrixLike, ids: Tensor) -> Tensor:
-        """Look up rows of a table."""
         return table.gather(ids) if isinstance(table, PackedMatrix) else nn.functional.embedding(ids, table).float()
 
 

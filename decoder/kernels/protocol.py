@@ -246,9 +246,7 @@ class LayerKernels(Protocol):
         cache: tuple[Tensor, Tensor],
         rotation: tuple[Tensor, Tensor],
     ) -> Tensor:
-        """Compute attention: hidden [b, T, H], cos and sin [b, T, 1, D] -> hidden [b, T, H]; rows from ``count`` on are
-        finite.
-        """
+        """hidden [b, T, H], cos and sin [b, T, 1, D] -> hidden [b, T, H]; rows from ``count`` on are finite."""
 
     def mlp(self, hidden: Tensor, weights: MlpWeights, count: Tensor | None = None) -> Tensor:
         """Compute the MLP: hidden [b, T, H] -> [b, T, H]; rows from ``count`` [b] on may hold anything finite."""

@@ -151,7 +151,6 @@ class TorchKernels(PlainOperations):
 
 
 def _expert(stack: MatrixLike, number: int, *, of: int) -> Tensor:
-    """Return the matrix of expert ``number`` out of ``of`` concatenated matrices, float32."""
     rows = stack.shape[0] // of
     if isinstance(stack, PackedMatrix):
         return stack.gather(torch.arange(number * rows, (number + 1) * rows))

@@ -91,7 +91,6 @@ class Attention(nn.Module):
         return self._placed(q, self.q_norm, rotation), self._placed(k, self.k_norm, rotation), v
 
     def _placed(self, x: Tensor, norm: HeadNorm | None, rotation: Rotation | None) -> Tensor:
-        """Queries or keys, normalised and rotated."""
         if norm is not None and not self._late:
             x = norm(x)
         if rotation is not None:
@@ -177,7 +176,6 @@ _LATENT_EPS = 1e-6
 
 
 def _reordered(weight: Stored, rows: list[int]) -> Stored:
-    """Return a matrix with its rows in another order."""
     return weight[rows] if isinstance(weight, Tensor) else weight.at(torch.tensor(rows))
 
 
@@ -267,7 +265,6 @@ def _gathered(part: Part, weights: Weights, inner: Mapping[str, str], *, kind: s
 
 
 def _ordered(part: Part, rows: Tensor) -> Tensor:
-    """Rows of this rank as a checkpoint has them, in the order in which attention reads them."""
     plan, width = part.plan, part.config.head_dim
     queries, keys = part.shard.heads * width, part.shard.key_part
     if plan.gemma:

@@ -62,9 +62,9 @@ class Experts:
 class Latent:
     """Multi-head latent attention (DeepSeek V2, arXiv 2405.04434): keys and values are made of a latent vector.
 
-    The cache holds the keys and values of every head, not the latent vector: every backend and kernel then serves it.
+    The cache holds the keys and values of every head: every backend and kernel then serves it.
 
-    query, rank  widths of the latent vectors of queries (0: queries are made directly) and of keys and values
+    query, rank  widths of the latent vectors of queries (0: none), and of keys and values
     nope, rope   dimensions of a head's query and key without rotation, and with it, which all heads' keys share
     value        dimensions of a head's value, at most ``nope + rope``
     """

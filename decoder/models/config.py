@@ -176,7 +176,6 @@ NEUTRAL: dict[str, object] = {
 
 
 def _refuse_others(config: Fields, neutral: Mapping[str, object]) -> None:
-    """Raise UnknownArchitectureError where a key has another value than the one that changes nothing."""
     for key, value in neutral.items():
         actual, value = config.values.get(key), value(config) if callable(value) else value
         if actual is not None and actual != value:
@@ -187,20 +186,13 @@ def _refuse_others(config: Fields, neutral: Mapping[str, object]) -> None:
 
 
 def _unknown_keys(config: Fields, read: frozenset[str]) -> list[str]:
-    """Return the keys that Paceline does not know, in order; a null value counts as absent.
-
-    read  keys that the family reads in addition to `STANDARD`
-
-    Raises:
-        UnknownArchitectureError: a key of `NEUTRAL` that the family does not read has another value.
-    """
+    """Return the keys that neither this module nor ``read`` knows; a null value counts as absent."""
     _refuse_others(config, {key: value for key, value in NEUTRAL.items() if key not in read})
     known = STANDARD | read | HARMLESS.keys() | NEUTRAL.keys()
     return sorted(key for key, value in config.values.items() if value is not None and key not in known)
 
 
 def _unknown_inside(config: Fields, nested: Mapping[str, frozenset[str]]) -> list[str]:
-    """The same of keys inside of objects."""
     every = {key: inner.values for key in nested if (inner := config.child(key)) is not None}
     return sorted(
         f"{key}.{name}"
@@ -317,8 +309,9 @@ class ModelConfig:
         return _parse(config, Fields({}, config.where))
 
     def to_dict(self) -> dict[str, object]:
-        """Return plain values under these field names (not Hugging Face's), ready for JSON; of the blueprint only what
-        differs from Llama, so that a new option does not change the fingerprints of models without it.
+        """Return plain values, ready for JSON. Of the blueprint only what differs from Llama, so that a new option does
+        not
+        change the fingerprints of models without it.
         """
         values, usual = asdict(self), asdict(Blueprint())
         chosen = {name: value for name, value in values.pop("blueprint").items() if value != usual[name]}
@@ -336,12 +329,7 @@ class ModelConfig:
 
 
 def _parse(config: Fields, generation: Fields, *, warn: bool = False) -> ModelConfig:
-    """Parse the keys of a file by the names that its family uses; sizes have no default.
-
-    Raises:
-        CheckpointError: a key is missing or has a wrong value.
-        UnknownArchitectureError: an option would change the computation in a way that is not implemented.
-    """
+    """Parse the keys of a file by the names that its family uses; sizes have no default."""
     family = registry.family(config.text("model_type"), config.where)
     unknown = [*_unknown_keys(config, family.keys), *_unknown_inside(config, family.nested)]
     if warn and unknown:
@@ -399,7 +387,6 @@ def _parse(config: Fields, generation: Fields, *, warn: bool = False) -> ModelCo
 
 
 def _check_rotated(config: ModelConfig, where: str) -> None:
-    """Raise UnknownArchitectureError if a head cannot be rotated."""
     if config.rotated % 2 or config.rotated > config.head_dim:
         raise UnknownArchitectureError(
             f"{where}: expected an even number of rotated dimensions per head, at most head_dim = {config.head_dim}, "
@@ -408,7 +395,6 @@ def _check_rotated(config: ModelConfig, where: str) -> None:
 
 
 def _check_experts(experts: Experts, where: str) -> None:
-    """Raise CheckpointError if there are too many experts, or fewer than a token chooses."""
     if experts.count > _MOST_EXPERTS:
         raise CheckpointError(
             f"{where}: expected at most {_MOST_EXPERTS} experts, got {experts.count}; correct the file"

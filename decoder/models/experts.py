@@ -139,10 +139,7 @@ class ChosenExperts(nn.Module):
 
 
 class EveryExpert(nn.ModuleList):
-    """Compute every row with every expert, for graphs of fixed shape that cannot select experts.
-
-    This reads all experts' weights, even for a single token.
-    """
+    """Compute every row with every expert, for graphs of fixed shape that cannot select experts."""
 
     def __init__(self, part: Part, weights: Weights, named: Sequence[dict[str, str]]) -> None:
         super().__init__([Mlp(part, weights, inner) for inner in named])
@@ -150,7 +147,6 @@ class EveryExpert(nn.ModuleList):
         self.down_bias = _beside(biases) if biases else None
 
     def forward(self, x: Tensor, shares: Tensor, real: Tensor | None) -> Tensor:
-        """Compute what `ChosenExperts` does."""
         total = torch.zeros_like(x)
         for index, expert in enumerate(self):
             total = total + shares[..., index : index + 1] * expert.share(x, real)  # type: ignore[operator]

@@ -82,7 +82,6 @@ _MINISTRAL = replace(_MISTRAL, name="ministral", summary="Ministral 8B")
 
 class _Ministral3(Family):
     def translated(self, config: Fields) -> Fields:
-        """Return the file with the settings of queries out of those of rotations."""
         fields = super().translated(config)
         for key in ("rope_parameters", "rope_scaling"):  # the second one counts
             rope = fields.child(key)

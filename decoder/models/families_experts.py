@@ -93,7 +93,6 @@ _GLM4_MOE = Family(
 
 class _LatentFamily(Family):
     def translated(self, config: Fields) -> Fields:
-        """Return the file with the head width of queries and keys, and with as many key heads as query heads."""
         fields = super().translated(config)
         width = fields.integer("qk_nope_head_dim") + fields.integer("qk_rope_head_dim")
         heads = fields.integer("num_attention_heads")
@@ -129,7 +128,6 @@ def _latent(config: Fields) -> Latent:
 
 
 def _latent_scale(config: Fields) -> float:
-    """Return the factor of scores, which yarn makes larger."""
     rope = config.child("rope_scaling") or config.child("rope_parameters") or Fields({}, config.where)
     scale = 1.0
     if rope.text("rope_type", rope.text("type", "default")) != "default":
@@ -140,7 +138,6 @@ def _latent_scale(config: Fields) -> float:
 
 
 def _in_groups(config: Fields) -> bool:
-    """Return whether DeepSeek V2 chooses experts from the best groups."""
     method = config.text("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
         raise UnknownArchitectureError(
@@ -386,7 +383,6 @@ _GRANITE_MOE = replace(
 
 class _PhiMoe(Family):
     def translated(self, config: Fields) -> Fields:
-        """Return the file with the scale of short texts as longrope has it in other families."""
         fields = super().translated(config)
         for key in ("rope_scaling", "rope_parameters"):
             rope = fields.child(key)
@@ -475,7 +471,6 @@ def _experts_of_llama4(config: Fields) -> Experts:
 
 class _Llama4(Family):
     def translated(self, config: Fields) -> Fields:
-        """Return the file with the width of an MLP and that of an expert by their usual names."""
         fields = super().translated(config)
         sizes = {
             "intermediate_size": fields.integer("intermediate_size_mlp", 16384),

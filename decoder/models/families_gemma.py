@@ -117,7 +117,6 @@ _GEMMA = replace(
 
 
 def _slides(config: Fields, layer: int) -> bool:
-    """Return whether a layer has a window: all but every sixth and the last one."""
     return (layer + 1) % 6 != 0 and layer + 1 != config.integer("num_hidden_layers")
 
 
@@ -177,7 +176,6 @@ def _of_experts(config: ModelConfig) -> dict[str, int]:
 
 
 def _told_sizes(config: Fields, said: object, usual: tuple[int, int]) -> tuple[tuple[int, int], ...]:
-    """Return the sizes of layers that ``per_layer_config`` lists, and the usual ones of the others."""
     names = ("head_dim", "num_key_value_heads")
     numbers = [str(layer) for layer in range(config.integer("num_hidden_layers"))]
     layers: dict[str, object] = said if isinstance(said, dict) and set(said) <= set(numbers) else {"0": None}
@@ -203,7 +201,6 @@ def _told_sizes(config: Fields, said: object, usual: tuple[int, int]) -> tuple[t
 
 class _Gemma4(Family):
     def layer_sizes(self, config: Fields) -> tuple[tuple[int, int], ...]:
-        """Return the sizes that the file gives layers, or those of layers without a window."""
         usual = (config.integer("head_dim"), config.integer("num_key_value_heads"))
         said = config.values.get("per_layer_config")
         if said is None:
@@ -222,7 +219,6 @@ class _Gemma4(Family):
         return made
 
     def ignores(self, name: str, config: ModelConfig) -> bool:
-        """Whether a tensor has no effect, as keys and values of layers that read others'."""
         plan = config.blueprint.gemma
         assert plan is not None
         unused = (
@@ -234,7 +230,6 @@ class _Gemma4(Family):
         return name.rpartition(".")[0] in unused or Family.ignores(self, name, config)
 
     def tensors(self, config: ModelConfig) -> dict[str, TensorSpec]:
-        """Every tensor of a checkpoint by its name, in the order of their use."""
         plan, outer, specs = config.blueprint.gemma, self.names.outer, Family.tensors(self, config)
         assert plan is not None
         if plan.inputs:
@@ -247,7 +242,6 @@ class _Gemma4(Family):
     def layer_tensors(
         self, config: ModelConfig, prefix: str, *, index: int = 0, dense: bool = False
     ) -> dict[str, TensorSpec]:
-        """Every tensor of one layer, by its name."""
         plan, hidden, mixture = config.blueprint.gemma, config.hidden_size, config.blueprint.experts
         assert plan is not None
         inner = {part: prefix + name for part, name in self.names.inner.items()}
@@ -273,7 +267,6 @@ class _Gemma4(Family):
     def build(
         self, shard: Shard, weights: Weights, kernels: Kernels, *, positions: int, group: Collectives
     ) -> DecoderModel:
-        """Build the network of a rank."""
         from paceline.decoder.models.gemma4 import Gemma4Model
         from paceline.decoder.models.layers import Part
 
@@ -357,7 +350,6 @@ def _slides_in_3n(_: Fields, layer: int) -> bool:
 
 
 def _numbers(config: Fields, name: str, said: object, *, most: float) -> list[float]:
-    """Return a number for each layer, below ``most``."""
     count = config.integer("num_hidden_layers")
     fits = isinstance(said, list) and len(said) == count
     if not fits or not all(isinstance(one, int | float) and 0 <= one < most for one in said):  # type: ignore[attr-defined]
@@ -394,18 +386,15 @@ def _layers_of_3n(config: Fields) -> Gemma:
 
 class _Gemma3n(_Gemma4):
     def translated(self, config: Fields) -> Fields:
-        """Return the file with the widths of MLPs apart from the largest of them."""
         said = config.values.get("intermediate_size")
         several = isinstance(said, list) and said and all(isinstance(one, int) and one > 0 for one in said)
         widths = {"intermediate_size": max(said), "mlp_widths": said} if several else {"mlp_widths": None}  # type: ignore[call-overload]
         return super().translated(Fields({**config.values, **widths}, config.where))
 
     def layer_sizes(self, config: Fields) -> tuple[tuple[int, int], ...]:
-        """Return nothing: heads of all layers are of one size."""
         return Family.layer_sizes(self, config)
 
     def tensors(self, config: ModelConfig) -> dict[str, TensorSpec]:
-        """Every tensor of a checkpoint by its name, in the order of their use."""
         plan, square = config.blueprint.gemma, TensorSpec((config.hidden_size, config.hidden_size))
         assert plan is not None
         sides = (self.names.outer[side] for side in ("stream", "unstream"))
@@ -415,7 +404,6 @@ class _Gemma3n(_Gemma4):
     def layer_tensors(
         self, config: ModelConfig, prefix: str, *, index: int = 0, dense: bool = False
     ) -> dict[str, TensorSpec]:
-        """Every tensor of one layer, by its name."""
         plan, hidden = config.blueprint.gemma, config.hidden_size
         assert plan is not None
         inner = {part: prefix + name for part, name in self.names.inner.items()}
@@ -432,7 +420,6 @@ class _Gemma3n(_Gemma4):
     def build(
         self, shard: Shard, weights: Weights, kernels: Kernels, *, positions: int, group: Collectives
     ) -> DecoderModel:
-        """Build the network of a rank."""
         from paceline.decoder.models.gemma4 import Gemma3nModel
         from paceline.decoder.models.layers import Part
 

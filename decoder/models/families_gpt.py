@@ -182,7 +182,6 @@ _CODEGEN = replace(
 
 class _Falcon(Family):
     def translated(self, config: Fields) -> Fields:
-        """Return the file with the key heads that its two architectures have, and with what they do in parallel."""
         fields = super().translated(config)
         new = fields.flag("new_decoder_architecture", False)
         heads = fields.integer("num_attention_heads")

@@ -38,9 +38,7 @@ _ACTIVATIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A field of a blueprint in config.json: the keys to read, in addition to those of every family, and the function
-    that makes its value.
-    """
+    """A field of a blueprint: the keys that it reads in addition to those of every family, and what makes its value."""
 
     names: tuple[str, ...]
     value: Callable[[Fields], Any]
@@ -152,11 +150,7 @@ def unturned_layers(config: Fields) -> tuple[bool, ...]:
 def experts(
     name: str, *, count: int | None = None, chosen: int | None = None, normalise: bool | None = None, shared: str = ""
 ) -> Key:
-    """An MoE: the key of the number of experts, and the defaults of absent keys.
-
-    normalise  None: read from a key
-    shared     the key of the width of the shared expert
-    """
+    """An MoE: the key of the number of experts, and the defaults of absent keys; ``normalise`` None: read from a key."""
 
     def value(config: Fields) -> Experts:
         return Experts(
@@ -200,7 +194,6 @@ def gate_up(config: ModelConfig) -> dict[str, int]:
 
 
 def rows_of(part: str) -> Callable[[ModelConfig], dict[str, int]]:
-    """Rows of a `Fused` tensor that holds one part."""
     return lambda _: {part: 1}
 
 
@@ -248,9 +241,7 @@ class Family:
 
     @property
     def keys(self) -> frozenset[str]:
-        """Keys of config.json that it reads, in addition to those of every family
-        (`paceline.decoder.models.config`).
-        """
+        """Keys of config.json that it reads, in addition to those of every family."""
         return frozenset(name for key in self.reads.values() for name in key.names).union(self.renamed, self.neutral)
 
     def translated(self, config: Fields) -> Fields:
@@ -274,20 +265,10 @@ class Family:
         return Fields(values, config.where)
 
     def blueprint(self, config: Fields) -> Blueprint:
-        """Return the blueprint that a translated file describes.
-
-        Raises:
-            CheckpointError: a key is missing or has a wrong value.
-            UnknownArchitectureError: an option would change the computation in a way that is not implemented.
-        """
         return replace(self.plan, **{name: key.value(config) for name, key in self.reads.items()})
 
     def layer_sizes(self, config: Fields) -> tuple[tuple[int, int], ...]:
-        """Return the width of a head and the number of K/V heads of each layer of a translated file, if they differ.
-
-        Raises:
-            UnknownArchitectureError: they differ, and the family has layers of equal sizes.
-        """
+        """Return the width of a head and the number of K/V heads of each layer, if they differ."""
         if config.values.get("per_layer_config"):
             raise UnknownArchitectureError(
                 f"{config.where}: per_layer_config gives layers different sizes, which is not supported; use a "
@@ -296,10 +277,8 @@ class Family:
         return ()
 
     def ignores(self, name: str, config: ModelConfig) -> bool:
-        """Whether a tensor of that name in a checkpoint has no effect in Paceline.
-
-        For every family this includes draft heads, by the names of Medusa and of NxD Inference, which `paceline.medusa`
-        loads.
+        """Whether a tensor of that name in a checkpoint has no effect; draft heads, by Medusa's names, are for
+        `paceline.medusa`.
         """
         found = re.fullmatch(self.ignored, name) if self.ignored else None
         first = config.num_layers
@@ -328,9 +307,7 @@ class Family:
     def build(
         self, shard: Shard, weights: Weights, kernels: Kernels, *, positions: int, group: Collectives
     ) -> DecoderModel:
-        """Build the network of a rank. It removes its tensors from ``weights``, which holds the parts of ``shard`` by
-        name.
-        """
+        """Build the network of a rank, whose tensors it takes out of ``weights``."""
         from paceline.decoder.models.layers import Part
         from paceline.decoder.models.network import DecoderModel
 
@@ -339,9 +316,7 @@ class Family:
     def layer_tensors(
         self, config: ModelConfig, prefix: str, *, index: int = 0, dense: bool = False
     ) -> dict[str, TensorSpec]:
-        """Every tensor of one layer, by its name; its ``index`` decides where layers differ. ``dense``: it has one MLP
-        in place of experts.
-        """
+        """Every tensor of layer ``index``, by its name. ``dense``: it has one MLP in place of experts."""
         plan, hidden, transposed = config.blueprint, config.hidden_size, self.names.transposed
         inner = {part: prefix + name for part, name in self.names.inner.items()}
         specs = _latent(config, inner) if plan.latent else attention_tensors(config, inner, transposed=transposed)
@@ -449,15 +424,12 @@ def _norm(name: str, size: int, plan: Blueprint) -> dict[str, TensorSpec]:
 
 
 def _norm_kinds(plan: Blueprint) -> tuple[str, ...]:
-    """Return the tensors that a norm has."""
     bias = plan.norm_bias and plan.norm.startswith("layer")
     return (*(("weight",) if plan.norm_weight else ()), *(("bias",) if bias else ()))
 
 
 def _product(name: str, spec: TensorSpec, *, bias: bool, transposed: bool) -> dict[str, TensorSpec]:
-    """Return the tensors of a linear layer. A bias is sharded like the rows of its weight, or added once after a sum
-    over the ranks.
-    """
+    """A bias is sharded like the rows of its weight, or added once after a sum over the ranks."""
     shape = spec.shape[::-1] if transposed else spec.shape
     specs = {f"{name}.weight": replace(spec, shape=shape, transposed=transposed)}
     if bias:

@@ -38,7 +38,6 @@ class Gemma4Model(DecoderModel):
             self.input_norm = Normalise(part, weights.pop(f"{outer['input norm']}.weight"))
 
     def layer(self, part: Part, weights: Weights, index: int) -> nn.Module:
-        """Return a layer, which reads its input of the tokens, too."""
         return Gemma4Layer(part, weights, index)
 
     def forward(
@@ -49,7 +48,7 @@ class Gemma4Model(DecoderModel):
         *,
         reads: FeatureSpec | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute what `DecoderModel` does; ``caches`` are those of the layers that have one."""
+        """``caches`` are those of the layers that have one."""
         at = place.positions(tokens.shape[1]).clamp(max=self._last)
         hidden = self._entered(embedded(tokens, self.embedding, self.ids, group=self._group, kernels=self._kernels), at)
         streams, inputs = [hidden], self._inputs_of(tokens, hidden, place)
@@ -184,7 +183,6 @@ class Gemma3nModel(Gemma4Model):
         )
 
     def layer(self, part: Part, weights: Weights, index: int) -> nn.Module:
-        """Return a layer, which reads its input of the tokens, too."""
         return Gemma3nLayer(part, weights, index)
 
     def _spread(self, hidden: Tensor, place: CachePosition) -> Tensor:
@@ -273,10 +271,7 @@ class Gemma3nLayer(nn.Module):
 
 
 class SparseMlp(Mlp):
-    """An MLP whose gates are 0 but for the largest: those some deviations above the mean of a token's.
-
-    below  deviations; None: all gates count
-    """
+    """An MLP whose gates are 0 but for the largest: those ``below`` deviations above the mean; None: all count."""
 
     def __init__(
         self, part: Part, weights: Weights, inner: Mapping[str, str], *, below: float | None, width: int
@@ -285,7 +280,6 @@ class SparseMlp(Mlp):
         self._below, self._width = below, width
 
     def share(self, x: Tensor, real: Tensor | None) -> Tensor:
-        """Return this rank's part of the sum."""
         if self._below is None:
             return super().share(x, real)
         gate, up = self._kernels.linear(x, self.up, real).chunk(2, -1)

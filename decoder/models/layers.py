@@ -34,19 +34,15 @@ def gated_mlp(
 
 
 def biased(x: Tensor, bias: Tensor | None) -> Tensor:
-    """x + bias, if there is one."""
     return x if bias is None else x + bias
 
 
 def scaled(x: Tensor, factor: float) -> Tensor:
-    """x * factor, unless that is 1."""
     return x if factor == 1.0 else x * factor
 
 
 def frozen(x: Stored) -> nn.Parameter:
-    """A tensor that is never quantised, as a parameter that is not trained; a parameter stays the same. For matrices:
-    `matrix`.
-    """
+    """A tensor that is never quantised, as a parameter that is not trained; a parameter stays the same."""
     assert isinstance(x, Tensor), "a matrix that may be quantised is wrapped by `matrix`"
     return x if isinstance(x, nn.Parameter) else nn.Parameter(x.contiguous(), requires_grad=False)
 

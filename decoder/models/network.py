@@ -26,10 +26,7 @@ from paceline.decoder.weights.quantize import matrix
 
 
 class DecoderModel(nn.Module):
-    """The network of one rank.
-
-    positions  maximum length of a sequence; rows of a window past it read the last rotation, and are not used
-    """
+    """The network of one rank; rows of a window past ``positions`` read the last rotation, and are not used."""
 
     def __init__(self, part: Part, weights: Weights, positions: int) -> None:
         super().__init__()
@@ -105,9 +102,7 @@ class DecoderModel(nn.Module):
         return [None if plan.unrotated and plan.unrotated[index] else side for index, side in enumerate(sides)]
 
     def logits(self, hidden: Tensor, count: Tensor | None = None) -> Tensor:
-        """hidden [b, T, H] -> [b, T, n] float32, of this rank's ids; for the first ``count`` [b] rows of every batch
-        row, as in `Kernels.linear`.
-        """
+        """hidden [b, T, H] -> [b, T, n] float32, of this rank's ids; ``count`` [b] as in `Kernels.linear`."""
         logits = scaled(biased(self._kernels.linear(hidden, self.head, count), self.head_bias), self.plan.logit_scale)
         cap = self.plan.logit_cap
         return cap * torch.tanh(logits / cap) if cap else logits
@@ -145,7 +140,6 @@ class DecoderLayer(nn.Module):
     def forward(
         self, hidden: Tensor, place: CachePosition, cache: tuple[Tensor, Tensor], rotation: Rotation | None
     ) -> Tensor:
-        """Run one layer."""
         plan, fused = self._plan, self._fused
         if (
             fused is not None

@@ -15,11 +15,7 @@ _SAME = {"kimi_k2": "deepseek_v3"}
 
 
 def family(model_type: str, where: str = "config.json") -> Family:
-    """Return the row of a family.
-
-    Raises:
-        UnknownArchitectureError: no family has this ``model_type``; ``where`` names its file.
-    """
+    """Return the row of a family; raise UnknownArchitectureError, which names ``where``, if there is none."""
     model_type = _SAME.get(model_type, model_type)
     if model_type not in MODEL_FAMILIES:
         raise UnknownArchitectureError(

@@ -35,30 +35,19 @@ _ROOM = 1 << 20  # bytes that a file of a build may need
 
 
 def library() -> ctypes.CDLL:
-    """Return the library of kernels.
-
-    Raises:
-        BackendError: none fits, and no compiler is found, or it failed.
-    """
+    """Return the library of kernels; raise BackendError if none fits and none can be built."""
     return _libraries()[0]
 
 
 def program_library() -> ctypes.CDLL:
-    """Return the library that runs recorded steps; it also defines PyTorch's operators ``paceline::...`` and
+    """Return the library that runs recorded steps, with PyTorch's operators ``paceline::...`` and
     ``paceline_program::...``.
-
-    Raises:
-        BackendError: none fits, and no compiler is found, or it failed.
     """
     return _libraries()[1]
 
 
 def build_both() -> None:
-    """Build the missing libraries.
-
-    Raises:
-        BackendError: no compiler is found, or it failed.
-    """
+    """Build the missing libraries; raise BackendError without a compiler that works."""
     _libraries()
 
 
@@ -75,7 +64,7 @@ def require_compiler() -> str:
 
 
 def facts(built: Library) -> dict[str, object]:
-    """Return the facts on which a library built on this machine depends."""
+    """Return the facts on which a local build depends."""
     machine = cache.machine_facts()
     if built.name == KERNELS.name:
         del machine["torch"]
@@ -83,11 +72,7 @@ def facts(built: Library) -> dict[str, object]:
 
 
 def origin() -> str:
-    """Return the origin of this machine's libraries, for messages.
-
-    Raises:
-        BackendError: no library is available.
-    """
+    """Return the origin of this machine's libraries, for messages; raise BackendError if there are none."""
     if (kernels := prebuilt(compiler.cpu_flags())) and _prebuilt_programs():
         return f"{kernels[0].stem} came with the package"
     require_compiler()
@@ -119,12 +104,8 @@ def _prebuilt_programs() -> list[Path]:
 
 
 def load(wanted: Sequence[tuple[Library, Sequence[Path]]]) -> list[ctypes.CDLL]:
-    """Load libraries, each with symbols for those after it: the first of its files that this system can load, else a
-    local build.
-
-    Raises:
-        BackendError: no compiler is found, or it failed.
-        StorageError: neither the cache nor the temporary folder can be written.
+    """Load libraries, each with symbols for those after it: the first file that this system can load, else a local
+    build.
     """
     missing = [library for library, ready in wanted if not ready]
     with ExitStack() as stack:
@@ -160,9 +141,7 @@ def _open(library: Library, ready: Sequence[Path], root: Path) -> ctypes.CDLL:
 
 
 def _is_whole(path: Path) -> bool:
-    """Return whether an ELF file ends where its headers say. Loading a truncated file would crash the process on
-    Linux.
-    """
+    """Whether an ELF file ends where its headers say: loading a truncated one would crash the process on Linux."""
     with path.open("rb") as file:
         head = file.read(64)
         size = file.seek(0, os.SEEK_END)
@@ -173,7 +152,6 @@ def _is_whole(path: Path) -> bool:
 
 
 def _build(libraries: Sequence[Library], root: Path) -> list[Path]:
-    """Build the files that are not in the cache, in one run."""
     every = [facts(library) for library in libraries]
     with ExitStack() as stack:
         drafts = {
@@ -211,8 +189,6 @@ def _say(text: str) -> None:
 
 
 class _Progress:
-    """Progress in one line, which is rewritten on a terminal."""
-
     def __init__(self, files: int) -> None:
         self._files, self._begin = files, monotonic()
         self._changes = sys.stderr.isatty() and sys.stderr is sys.__stderr__  # not if another library redirects it

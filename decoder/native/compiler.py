@@ -43,7 +43,6 @@ class Library:
         return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
     def with_flags(self, *flags: str) -> Library:
-        """Return the same library with further compiler flags."""
         return replace(self, flags=(*self.flags, *flags))
 
 
@@ -58,11 +57,7 @@ KERNELS = Library(
 
 
 def program(torch: Path) -> Library:
-    """Return the library that runs recorded steps, with PyTorch's headers from its folder ``torch``; its libraries are
-    already loaded.
-
-    The headers require C++20 and declare OpenMP's functions. PyTorch's library contains those too.
-    """
+    """Return the library that runs recorded steps, with PyTorch's headers, which need C++20 and OpenMP, from ``torch``."""
     flags = ("-O2", "-std=c++20", "-fopenmp", "-fPIC", "-I", str(torch / "include"))
     return Library("program", {"program.cpp": 12}, "", flags, ("-L", str(torch / "lib"), "-ltorch_cpu", "-lc10"))
 
@@ -107,12 +102,9 @@ def cpu_flags() -> frozenset[str]:
 def compile_libraries(
     libraries: Mapping[Path, Library], compiler: str, *, cores: int, report: Callable[[int, float], None]
 ) -> None:
-    """Compile every library into its path, all files in parallel, the slowest first.
+    """Compile every library into its path, all files in parallel, the slowest first; raise BackendError if one fails.
 
     ``report``: called after each file with the number of finished files, and their share of the work.
-
-    Raises:
-        BackendError: the compiler failed or was killed.
     """
     files = [(path, library, name) for path, library in libraries.items() for name in library.sources]
     files.sort(key=lambda file: -file[1].sources[file[2]])
@@ -144,11 +136,6 @@ def _object(path: Path, name: str) -> Path:
 
 
 def _run(command: Sequence[str], what: str) -> None:
-    """Run a compiler.
-
-    Raises:
-        BackendError: it failed or was killed.
-    """
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         ended = f"was killed by signal {-done.returncode}" if done.returncode < 0 else f"ended with {done.returncode}"

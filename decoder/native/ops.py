@@ -53,7 +53,6 @@ def use_huge_pages(tensors: Iterable[Tensor]) -> None:
 
 
 def _runs(pages: list[int]) -> list[range]:
-    """Merge sorted page addresses into ranges of bytes without a gap."""
     runs: list[range] = []
     for page in pages:
         if runs and runs[-1].stop == page:
@@ -64,7 +63,6 @@ def _runs(pages: list[int]) -> list[range]:
 
 
 def _pages(tensors: Iterable[Tensor]) -> Counter[int]:
-    """Return addresses of pages, with the bytes of these tensors in each."""
     used: Counter[int] = Counter()
     storages = (one.untyped_storage() for one in tensors)
     for begin, size in {(one.data_ptr(), one.nbytes()) for one in storages}:

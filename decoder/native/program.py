@@ -116,8 +116,6 @@ class _Kind(IntEnum):
 
 
 class _Value(NamedTuple):
-    """A tensor of a recorded step."""
-
     number: int
 
 
@@ -140,7 +138,6 @@ class _Call:
         return [number for numbers in self.results for number in numbers if number >= 0]
 
     def written(self) -> list[int]:
-        """Values that it changes."""
         changed = zip(self.op._schema.arguments, self.arguments, strict=True)
         return [one.number for argument, one in changed if isinstance(one, _Value) and _writes(argument)]
 
@@ -161,11 +158,7 @@ class _Recorded:
 
 
 class _Recorder(TorchDispatchMode):
-    """Records every call of an operator, below autograd.
-
-    Operators of PyTorch run. Kernels return zeros and write nothing, so that the decoder is unchanged: only shapes
-    matter.
-    """
+    """Records every call of an operator. Operators of PyTorch run; kernels only give zeros of the right shape."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -225,7 +218,6 @@ class _Recorder(TorchDispatchMode):
 
 
 def _every_argument(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return arguments in the order of the schema, with its defaults."""
     found = []
     for place, spec in enumerate(func._schema.arguments):
         if place < len(args) and not spec.kwarg_only:
@@ -236,7 +228,6 @@ def _every_argument(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _looks_at_numbers(func: OpOverload, arguments: list[Any]) -> bool:
-    """Return whether the result, or its shape, depends on the data of a tensor."""
     if func is torch.ops.aten.index.Tensor:  # masks only
         return any(isinstance(one, Tensor) and one.dtype == torch.bool for one in arguments[1])
     return not {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}.isdisjoint(func.tags)
@@ -247,11 +238,7 @@ def _writes(argument: Any) -> bool:
 
 
 def record(module: nn.Module, example: Sequence[Tensor]) -> _Recorded:
-    """Record the calls of a step for inputs of the shapes and types of ``example``, whose values are valid.
-
-    Raises:
-        BackendError: the step reads the data of a tensor.
-    """
+    """Record the calls of a step for inputs of the shapes and types of ``example``, whose values are valid."""
     with torch.no_grad():
         inputs = [one.clone() for one in example]
         with _Recorder(inputs) as recorder:
@@ -279,7 +266,6 @@ class _Simplifier:
         self._numbers: dict[tuple[float, torch.dtype], int] = {}
 
     def run(self) -> None:
-        """Keep only the needed calls, each once, with known results as constants."""
         recorded, seen, left = self._recorded, dict[str, _Call](), list[_Call]()
         for call in recorded.calls:
             call.arguments = [self._renamed(one) for one in call.arguments]
@@ -304,9 +290,7 @@ class _Simplifier:
         return [self._renamed(one) for one in argument] if isinstance(argument, list) else argument
 
     def _number_to_tensor(self, call: _Call) -> None:
-        """Replace the number in an addition or comparison by a tensor of the other operand's type, which avoids a
-        conversion.
-        """
+        """Replace the number in an addition or comparison by a tensor of the other operand's type: no conversion."""
         by_tensor = _BY_TENSOR.get(call.op)
         if by_tensor is None or not isinstance(call.arguments[1], int | float):
             return
@@ -317,7 +301,6 @@ class _Simplifier:
             call.op, call.arguments[1] = by_tensor, _Value(self._number_as_tensor(number, first.dtype))
 
     def _number_as_tensor(self, value: float, dtype: torch.dtype) -> int:
-        """Return the constant of type ``dtype`` for a number, shared by all calls."""
         if (value, dtype) not in self._numbers:
             number = self._numbers[value, dtype] = len(self._recorded.values)
             self._recorded.values.append(torch.tensor(value, dtype=dtype))
@@ -339,7 +322,6 @@ class _Simplifier:
         return True
 
     def _unchanging(self, call: _Call) -> bool:
-        """Return whether no input or result of the call is written to in the step."""
         return not any(self._roots[number] in self._changed for number in (*call.reads(), *call.made))
 
     def _computed(self, call: _Call) -> bool:
@@ -378,7 +360,6 @@ def _viewed(call: _Call) -> int | None:
 
 
 def _parts(value: Any) -> Sequence[Tensor]:
-    """Return a tensor as a list, or the tensors of a list."""
     return value if isinstance(value, list | tuple) else [value]
 
 
@@ -394,8 +375,6 @@ def _needed(calls: list[_Call], outputs: Iterable[int]) -> list[_Call]:
 
 
 class _Encoder:
-    """The numbers, floats and strings that describe a program."""
-
     def __init__(self, recorded: _Recorded) -> None:
         self.numbers, self.floats, self.texts = list[int](), list[float](), list[str]()
         self._text_places: dict[str, int] = {}
@@ -486,11 +465,7 @@ def _last_reads(calls: Sequence[_Call]) -> dict[int, list[int]]:
 class Program:
     """A recorded step. A `paceline.decoder.backends.base.Step`, and a `MultiRoundStep` if it is fused.
 
-    Calls run one at a time; a second call waits.
-
-    Raises:
-        BackendError: the step cannot be recorded.
-        RuntimeError: an operator failed during a call.
+    Calls run one at a time; a second call waits. A step that reads values cannot be recorded (BackendError).
     """
 
     def __init__(self, module: nn.Module, example: Sequence[Tensor]) -> None:
@@ -511,7 +486,6 @@ class Program:
     def run_rounds(
         self, inputs: list[Tensor], seconds: float, limits: RoundLimits
     ) -> tuple[list[RoundReport], list[Tensor]]:
-        """Run rounds in one call of the program."""
         if self._rounds is None:
             self._rounds = _Rounds(self.address, self._example)
         return self._rounds(inputs, seconds, limits)
@@ -561,7 +535,6 @@ class _Rounds:
         return self._read(ran), commit
 
     def _for(self, rounds: int) -> None:
-        """Allocate reports for ``rounds`` rounds."""
         self._most = rounds
         self._told = (ctypes.c_int32 * (rounds * self._slots * self._width))()
         self._seconds = (ctypes.c_double * rounds)()

@@ -88,10 +88,8 @@ def _gathered(x: Tensor, degree: int, name: str) -> Tensor:
 
 
 def join(path: str, rank: int, group: GlooGroup) -> object:
-    """Join the group that meets at the file ``path``; when all ranks have joined, return the object that keeps the
-    group alive.
-
-    Sockets are on this machine's loopback, which needs no name service and no open port.
+    """Join the group that meets at the file ``path``, on this machine's loopback; keep what is returned as long as the
+    group.
     """
     # The collectives find their group by its name; PyTorch's public call for a group makes it the process's only one.
     distributed: Any = torch._C._distributed_c10d

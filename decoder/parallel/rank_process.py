@@ -34,7 +34,6 @@ class Follower:
         self._steps: dict[int, tuple[int, Step]] = {}
 
     def load(self, number: int, path: str, *, config: ModelConfig, options: DecoderOptions) -> None:
-        """Load this rank's shard of a model."""
         member = self.member
         self.bodies[number] = load_rank(
             path, config, options, kernels=member.kernels, rank=self._rank, group=member.group

@@ -42,9 +42,7 @@ EAGER = "paceline.decoder.parallel.ranks:EagerMember"
 
 
 class Member(Protocol):
-    """One rank; constructed with its ``rank``, the ``degree`` and a ``name`` that is unique to the group.
-
-    Rank 0 and the processes of the other ranks each make a member of the same kind.
+    """One rank; rank 0 and the processes of the others each make a member of the same kind.
 
     keeps_meeting  whether the group's rendezvous folder must exist as long as the group
     """
@@ -86,19 +84,15 @@ class EagerMember:
         self._held: object = None
 
     def variables(self, rank: int) -> dict[str, str]:
-        """Return no variables."""
         return {}
 
     def meet(self, folder: str) -> None:
-        """Join the gloo group."""
         self._held = join(str(Path(folder) / "meeting"), self._rank, self.group)
 
     def leave(self) -> None:
-        """Leave the gloo group."""
         leave(self.group)
 
     def compile(self, graph: Graph) -> Step:
-        """Return the step itself."""
         return eager_step(graph)
 
 
@@ -120,11 +114,7 @@ def make_member(path: str, rank: int, degree: int, *, name: str) -> Member:
 
 
 def parts_of(first: nn.Module, others: Sequence[nn.Module]) -> Iterator[tuple[Tensor, list[Tensor]]]:
-    """Yield every parameter and buffer of rank 0's module with the tensors of that name in the modules of ranks 1 and
-    up.
-
-    A tensor that is the same object in all of them belongs to another module, and is skipped.
-    """
+    """Yield every tensor of rank 0's module with those of that name in the others, unless all are one and the same."""
     named = [_tensors(module) for module in others]
     for name, tensor in _tensors(first).items():
         parts = [tensors[name] for tensors in named]
@@ -145,10 +135,7 @@ _FAREWELL = 1.0  # seconds to wait for the last message of a process that failed
 class Ranks:
     """A group of ``degree`` ranks. It ends when the last body in it is released, or with this process.
 
-    ``kind``: class of the `Member`, "module:Class".
-
-    Raises:
-        RankError: a process could not be started.
+    ``kind``: class of the `Member`, "module:Class". RankError, here and in methods: a process did not start, or ended.
     """
 
     def __init__(self, degree: int, kind: str = EAGER) -> None:
@@ -197,11 +184,7 @@ class Ranks:
         return [process.pid for process, _ in self._others]
 
     def adopt(self, body: ModelWithCache, path: str, *, config: ModelConfig, options: DecoderOptions) -> int:
-        """Make every other rank load its shard of the model whose rank 0 shard is ``body``. -> the body's number
-
-        Raises:
-            CheckpointError, RankError: one of them could not.
-        """
+        """Make every other rank load its shard of the model whose rank 0 shard is ``body``. -> the body's number"""
         with self._lock:
             number = self._next()
             self._open.add(number)
@@ -231,13 +214,7 @@ class Ranks:
                 self._left.append(number)  # sent with the next order: a finaliser may run in the middle of one
 
     def divide(self, number: int, first: nn.Module, others: Sequence[nn.Module]) -> None:
-        """Send every other rank its tensors in place of those of ``first``, for the steps of a body.
-
-        others  the modules of ranks 1 and up
-
-        Raises:
-            RankError: a rank has ended.
-        """
+        """Send ranks 1 and up the tensors of ``others`` in place of those of ``first``, for the steps of a body."""
         with self._lock:
             self._check(number)
             names = WeakTensorKeyDictionary()
@@ -250,12 +227,7 @@ class Ranks:
             self._names.update(names)
 
     def make(self, number: int, graph: Graph) -> int:
-        """Send a step of a body to all other ranks, which compile it as rank 0 does. -> its number.
-
-        Raises:
-            ConfigurationError: the step cannot be sent.
-            RankError: a rank has ended, or cannot compile it.
-        """
+        """Send a step of a body to all other ranks, which compile it as rank 0 does. -> its number"""
         with self._lock:
             self._check(number)
             step_number = self._next()
@@ -275,11 +247,7 @@ class Ranks:
             return step_number
 
     def run(self, number: int, step: Step, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Run a step on all ranks; ``step`` is rank 0's. -> its outputs, the same on each rank.
-
-        Raises:
-            RankError: a rank has ended.
-        """
+        """Run a step on all ranks; ``step`` is rank 0's. -> its outputs, the same on each rank"""
         with self._lock:
             self._check(self._steps[number])
             self._send("run", number, list(inputs))
@@ -313,7 +281,6 @@ class Ranks:
             raise lost from error
 
     def _send_each(self, order: str, given: Sequence[object]) -> None:
-        """Send an order with one argument, a different one for each rank."""
         try:
             for (_, pipe), own in zip(self._others, given, strict=True):
                 pipe.send_bytes(pickle.dumps((order, (own,), {})))
@@ -323,7 +290,6 @@ class Ranks:
             raise lost from error
 
     def _answers(self) -> None:
-        """Wait for every other rank; raise the error of the first one that failed."""
         failed: list[Exception] = []
         for _, pipe in self._others:
             try:
@@ -337,7 +303,6 @@ class Ranks:
             raise failed[0]
 
     def _lost(self, error: BaseException) -> RankError:
-        """Return an error with the last message of a failed process, if it left one."""
         ready = [pipe for _, pipe in self._others if not pipe.closed]
         heard = wait(ready, _FAREWELL) if ready else []
         reasons = []
@@ -356,9 +321,7 @@ class Ranks:
 
 
 class _Sender(pickle.Pickler):
-    """Pickles a step; objects that the other ranks have are named, and a tensor that is ``new`` to them is sent
-    once.
-    """
+    """Pickles a step: names what the other ranks have, and sends a tensor that is ``new`` to them once."""
 
     def __init__(
         self, stream: io.BytesIO, bodies: weakref.WeakKeyDictionary[ModelWithCache, int], names: WeakTensorKeyDictionary
@@ -422,7 +385,6 @@ def _start(variables: dict[str, str]) -> tuple[subprocess.Popen[bytes], Connecti
 
 
 def _last_words(pipe: Connection) -> str:
-    """Return the last message of a rank; "" if it was killed."""
     try:
         return f"failed: {pipe.recv()}"
     except (OSError, EOFError):

@@ -75,9 +75,7 @@ class TensorSpec:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it is a matrix of a layer or a table of the vocabulary: the tensors that quantisation makes
-        smaller.
-        """
+        """Whether it is a matrix of a layer or a table of the vocabulary, which quantisation makes smaller."""
         return len(self.shape) == 2 and self.split is not Split.WHOLE
 
 
@@ -118,13 +116,7 @@ WHOLE = Layout()
 
 
 def layout(config: ModelConfig, degree: int, gqa: GQA | str | None = None) -> Layout:
-    """Return a checked layout. ``gqa`` None: whole heads if they can be divided, copies otherwise.
-
-    Any degree works for any model: see `padding` for the zeros that are added.
-
-    Raises:
-        ConfigurationError: the model cannot be sharded in this way.
-    """
+    """Return a checked layout. ``gqa`` None: whole heads if they can be divided, copies otherwise."""
     heads = config.num_kv_heads
     if gqa is None:
         return Layout(degree, GQA.REPLICATED_HEADS if heads % degree else GQA.SHARD_OVER_HEADS)
@@ -205,10 +197,7 @@ class Shard:
 
     @property
     def key_heads(self) -> tuple[int, ...]:
-        """The K/V heads in this rank's cache, in order. Each serves equally many of its query heads.
-
-        A padded rank has copies, which are not used.
-        """
+        """The K/V heads in this rank's cache, each for equally many query heads; a padded rank has unused copies."""
         config, last = self.config, self.config.num_kv_heads - 1
         if config.num_heads % self.degree:
             first = self.rank * self._groups // self._ranks_per_group
@@ -280,7 +269,6 @@ class Shard:
         return _even(dim, spec.shape[dim], self.degree, rank=self.rank)
 
     def _blocks(self, spec: TensorSpec) -> TensorSlice:
-        """Return this rank's rows of each of the matrices, concatenated."""
         ranges: list[tuple[int, int]] = []
         sizes: list[int] = []
         begin = 0
@@ -298,19 +286,17 @@ class Shard:
         return prod(spec.shape if cut is None else (*spec.shape[: cut.dim], cut.size, *spec.shape[cut.dim + 1 :]))
 
     def of_layer(self, index: int) -> Shard:
-        """The same with the sizes of a layer for all."""
         return replace(self, config=self.config.of_layer(index))
 
     def cache_numbers(self, rows: int, *, more: int = 0) -> int:
-        """Return how many numbers this rank's keys and values of ``rows`` tokens have in all layers; each head has
-        ``more`` than its width.
+        """Return how many numbers a rank's keys and values of ``rows`` tokens have, with ``more`` than a head's width
+        for each.
         """
         layers = map(self.of_layer, self.config.cached_layers)
         return 2 * rows * sum(len(one.key_heads) * (one.config.head_dim + more) for one in layers)
 
 
 def _even(dim: int, size: int, degree: int, *, rank: int) -> TensorSlice:
-    """Return a share of ``size`` rows or columns."""
     part = _share(size, degree)
     return TensorSlice(dim, ((min(rank * part, size), min((rank + 1) * part, size)),), (part,))
 

@@ -70,7 +70,6 @@ def graph_operator(name: str, schema: str, *, plain: Callable[..., Any], shapes:
 
 @lru_cache(maxsize=1)
 def _library() -> torch.library.Library:
-    """Return the operators' library, kept for the life of the process."""
     return torch.library.Library("paceline_graph", "FRAGMENT")
 
 

@@ -21,11 +21,7 @@ _REMEDY = "make room, or name another place"
 
 @contextmanager
 def atomic_write(path: Path, remedy: str = _REMEDY) -> Iterator[None]:
-    """Around what writes ``path``, a file or a folder.
-
-    Raises:
-        StorageError: it cannot be written; with the system's reason, and ``remedy``. Errors about other files pass.
-    """
+    """Around what writes ``path``, a file or a folder: an OSError about it becomes a StorageError with ``remedy``."""
     try:
         yield
     except OSError as error:
@@ -35,17 +31,12 @@ def atomic_write(path: Path, remedy: str = _REMEDY) -> Iterator[None]:
 
 
 def _about(error: OSError, path: Path) -> bool:
-    """Return whether the error is about this file, one in the same folder or in a subfolder, or a folder above."""
     named = error.filename
     return not isinstance(named, str) or Path(named).is_relative_to(path.parent) or path.is_relative_to(named)
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """A safetensors file, whole or not at all.
-
-    Raises:
-        StorageError: it cannot be written.
-    """
+    """Write a safetensors file, whole or not at all; raise StorageError if it cannot be written."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -57,11 +48,7 @@ def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str
 
 
 def save_pickle(path: Path, value: object) -> None:
-    """Write a file with `torch.save`, completely or not at all.
-
-    Raises:
-        StorageError: it cannot be written.
-    """
+    """Write a file with `torch.save`, as `save_tensors`."""
     import torch
 
     with _whole(path) as part:
@@ -72,11 +59,7 @@ def save_pickle(path: Path, value: object) -> None:
 
 
 def save_bytes(path: Path, parts: Iterable[bytes]) -> None:
-    """A file of these parts, end to end, whole or not at all.
-
-    Raises:
-        StorageError: it cannot be written.
-    """
+    """Write parts end to end, as `save_tensors`."""
     with _whole(path) as part, part.open("wb") as file:
         file.writelines(parts)
 

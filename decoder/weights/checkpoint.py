@@ -70,11 +70,6 @@ class _Stored:
         return self.place.file
 
     def coded(self) -> CodedMatrix | None:
-        """The matrix as it is quantised in the file, if it is; its numbers are not read yet.
-
-        Raises:
-            CheckpointError: it is none of the shape that it must have.
-        """
         if not self.place.parts:
             return None
         (row, settings), (first, second) = self.layout, self.spec.shape
@@ -96,7 +91,6 @@ class _Stored:
         return found.t() if self.spec.transposed else found
 
     def whole(self) -> Tensor:
-        """All of it."""
         if self.place.parts:
             return self.range((0, self.spec.shape[0]), dim=0)
         return self.place.read(self.files)
@@ -147,10 +141,6 @@ def _read_matrix(
     One that is stored as the fp8_e4m3 that is asked for keeps to `E4M3_LARGEST`, as what is quantised here does.
     A rank's part has the numbers that one rank would have. Where they follow from its rows alone, no others are read;
     of its columns' rows, what is not its own is dropped as soon as they have their scales.
-
-    Raises:
-        ConfigurationError: the format does not go with its width, or with the ranks.
-        WeightValueError: it holds NaN or infinity.
     """
     by_rows = part is not None and (part.dim == 1) is stored.spec.transposed
     if made is not None and made.beyond and form is WeightFormat.FP8_E4M3:
@@ -169,11 +159,7 @@ def _read_matrix(
 
 
 def _read_tensor(stored: _Stored, dtype: torch.dtype, part: TensorSlice | None) -> Tensor:
-    """A contiguous copy in a dtype: the file may change or go afterwards, and take a window on it with it.
-
-    Raises:
-        WeightValueError: it holds NaN or infinity, or numbers beyond the dtype.
-    """
+    """A contiguous copy in a dtype: the file may change or go afterwards, and take a window on it with it."""
     shape = stored.spec.shape
     if len(shape) < 2 or (part is not None and part.dim != 0):
         found = stored.whole() if part is None else _read_part(stored, part)
@@ -192,7 +178,6 @@ def _read_tensor(stored: _Stored, dtype: torch.dtype, part: TensorSlice | None) 
 
 
 def _quantised(stored: _Stored, form: WeightFormat | None, span: tuple[int, int] | None) -> QuantizedTensor:
-    """Rows of the matrix [out, in] in a format; None: all of them."""
     rows, columns = _shape(stored)
     first, last = span or (0, rows)
     with _named(stored):
@@ -202,7 +187,6 @@ def _quantised(stored: _Stored, form: WeightFormat | None, span: tuple[int, int]
 
 
 def _quantised_rows(stored: _Stored, form: WeightFormat | None, part: TensorSlice) -> QuantizedTensor:
-    """A rank's rows of the matrix [out, in] in a format."""
     made = [_quantised(stored, form, span) for span in part.ranges]
     filled = [
         one if len(one.data) == size else joined_rows([one], size) for one, size in zip(made, part.sizes, strict=True)
@@ -231,14 +215,12 @@ def _quantised_columns(stored: _Stored, form: WeightFormat | None, part: TensorS
 
 
 def _shape(stored: _Stored) -> tuple[int, int]:
-    """Rows and columns of the matrix [out, in]."""
     shape = stored.spec.shape
     return (shape[1], shape[0]) if stored.spec.transposed else (shape[0], shape[1])
 
 
 @contextmanager
 def _named(stored: _Stored) -> Iterator[None]:
-    """Errors of a format, with the matrix's name."""
     try:
         yield
     except ConfigurationError as error:
@@ -366,7 +348,6 @@ def _read(
     dtype: torch.dtype,
     blocks: bool,
 ) -> Stored:
-    """Read a tensor, or a rank's part, in its format; as it is stored, if it has none in ``formats``."""
     if stored.name in formats:
         form = formats[stored.name]
         return _read_matrix(stored, form, part, made=_kept(stored, form, blocks=True))
@@ -489,7 +470,6 @@ def _survey(path: Path) -> dict[str, Place]:
 
 
 def _with_parts(places: dict[str, Place], layout: StoredLayout) -> dict[str, Place]:
-    """The same with one entry for each quantised matrix in place of its tensors."""
     made = dict(places)
     for name, place in places.items():
         module = name.removesuffix(layout.parts[0])
@@ -582,7 +562,6 @@ def _check_tied(file: Path, copy: str, original: str, *, equal: bool) -> None:
 
 
 def _configuration(path: Path) -> str:
-    """Return the path of the configuration."""
     return "the file's metadata" if is_gguf(path) else "config.json"
 
 

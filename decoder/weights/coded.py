@@ -68,9 +68,6 @@ class CodedMatrix:
         """The same numbers in a `WeightFormat`, the wanted one if one is wanted; None: it does not have them.
 
         blocks  whether it may be one with blocks
-
-        Raises:
-            WeightValueError: a number is NaN, or a scale is none that rows could have.
         """
         if self.form is None or self.order is not None or (self.zeros is not None and bool(self.zeros().any())):
             return None
@@ -84,7 +81,6 @@ class CodedMatrix:
         return None
 
     def _rows(self, form: WeightFormat) -> QuantizedTensor | None:
-        """Numbers of 8 bits with a scale for every row."""
         rows, columns = self.shape
         scales = self._scales()
         if scales.shape[1] > 1 or not bool((scales > 0).all()):
@@ -137,7 +133,6 @@ class CodedMatrix:
         return values if values.shape[1] == 1 else _repeated(values, self.size, self.shape[1])
 
     def _spans(self, first: int, last: int) -> Iterator[tuple[int, int]]:
-        """Rows in pieces whose numbers may be unpacked at once."""
         step = max(1, _PIECE // max(1, self.shape[1]))
         for begin in range(first, last, step):
             yield begin, min(begin + step, last)
@@ -197,8 +192,8 @@ class Parts:
             raise self.wrong(part, "scales that are floats")
 
     def check_told(self, part: str, told: Sequence[tuple[object, object]], *, bits: int, groups: int) -> None:
-        """Raise CheckpointError where no entry of ``quantization_config``, each the bits of a number and the columns of
-        a group, describes a matrix with these ``bits`` and ``groups``.
+        """Raise CheckpointError unless one of ``told``, (bits, columns of a group) by the settings, fits ``bits`` and
+        ``groups``.
         """
         columns = self.shape[1]
         for said, size in told:
@@ -508,7 +503,6 @@ READERS: dict[str, Callable[[Parts], CodedMatrix]] = {
 
 
 def _weights_of(settings: Mapping[str, object]) -> list[Mapping[str, object]]:
-    """The settings of the weights of each group of compressed-tensors."""
     found = settings.get("config_groups")
     groups = list(found.values()) if isinstance(found, Mapping) else []
     weights = [one.get("weights") for one in groups if isinstance(one, Mapping)]
@@ -535,7 +529,6 @@ def _order(parts: Parts, part: str, columns: int, *, groups: int) -> Callable[[]
 
 
 def _first_group(parts: Parts, columns: int, groups: int) -> int:
-    """The columns of the first group, by `g_idx` if there is one."""
     return int((parts.read("g_idx") == 0).sum()) if "g_idx" in parts else columns // groups
 
 

@@ -57,8 +57,8 @@ class WeightFile(Protocol):
 
 
 def is_mapped(path: Path) -> bool:
-    """Whether tensors read from an open file stay in memory until it is closed. A GGUF file is mapped again for every
-    tensor, and opening it is slow; a file in PyTorch's format before 1.6 is in memory anyway.
+    """Whether tensors read from an open file stay in memory until it is closed: GGUF files are mapped anew for each
+    tensor.
     """
     return not is_gguf(path) and (path.suffix == ".safetensors" or path.is_dir() or _first_bytes(path).startswith(_ZIP))
 
@@ -110,11 +110,6 @@ class PickleFile:
 
     @classmethod
     def open(cls, path: Path) -> PickleFile:
-        """Read it.
-
-        Raises:
-            MissingWeightsError, CheckpointError: as `load_pickle`; or it holds no dictionary of tensors.
-        """
         check_present(path)
         return cls(path, _unpickle(path))
 
@@ -129,11 +124,7 @@ class PickleFile:
 
 
 def write_weight_file(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write a file of weights, whole or not at all, for everyone to read: safetensors, or a pickle named .pt.
-
-    Raises:
-        StorageError: it cannot be written.
-    """
+    """Write a file of weights, whole or not at all, for everyone to read: safetensors, or a pickle named .pt."""
     if path.suffix == ".pt":
         save_pickle(path, tensors)
     else:
@@ -151,12 +142,7 @@ def check_stored(name: str, dtype: str, *, where: Path) -> None:
 
 
 def check_finite(name: str, tensor: Tensor, dtype: torch.dtype, *, where: Path) -> Tensor:
-    """A tensor that was read from a checkpoint, in the type it is computed with.
-
-    Raises:
-        CheckpointError: it is quantised.
-        WeightValueError: it holds NaN, infinity, or values beyond that type.
-    """
+    """A tensor that was read from a checkpoint in the type it is computed with; raise a CheckpointError unless it fits."""
     check_stored(name, dtype_name(tensor), where=where)
     converted = tensor.to(dtype)
     if not bool(torch.isfinite(converted).all()):
@@ -182,12 +168,7 @@ def _first_bytes(path: Path) -> bytes:
 
 
 def load_pickle(path: Path) -> object:
-    """Return the contents of a torch pickle, read with the restricted unpickler and memory-mapped if possible.
-
-    Raises:
-        MissingWeightsError: it is absent, truncated or damaged.
-        CheckpointError: it holds more than tensors.
-    """
+    """Return the contents of a torch pickle, read with the restricted unpickler and memory-mapped if possible."""
     start = _first_bytes(path)
     zipped = start.startswith(_ZIP)
     if not zipped and not start.startswith(b"\x80"):
@@ -244,11 +225,7 @@ class SplitFolder:
 
     @classmethod
     def open(cls, folder: Path) -> SplitFolder:
-        """Read the names; of the files none is opened.
-
-        Raises:
-            CheckpointError: the index is absent or damaged, names a file elsewhere, or one without numbers.
-        """
+        """Read the names; of the files none is opened."""
         if not (folder / INDEX).is_file():
             raise CheckpointError(
                 f"{folder}: expected a weight file, or a folder with {INDEX} as save_pretrained_split of "
@@ -265,7 +242,6 @@ class SplitFolder:
         return {name: TensorInfo(tuple(tensor.shape), dtype_name(tensor)) for name, tensor in tensors}
 
     def read(self, name: str) -> Tensor:
-        """The tensor, in the memory of its file."""
         file = self.files[name]
         tensor = load_pickle(file)
         if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:

@@ -69,11 +69,6 @@ class WeightFormat(Enum):
 
     @classmethod
     def of(cls, name: str) -> WeightFormat:
-        """The format of that name.
-
-        Raises:
-            ConfigurationError: there is none.
-        """
         try:
             return cls(name)
         except ValueError:

@@ -82,11 +82,6 @@ def fetched(row: KnownModel) -> Path | None:
 
 
 def _need_fetched(name: str) -> Path:
-    """The folder of the known model ``name``.
-
-    Raises:
-        MissingWeightsError: it was not fetched.
-    """
     folder = fetched(KNOWN_MODELS[name])
     if folder is None:
         raise MissingWeightsError(
@@ -119,9 +114,7 @@ class HubId:
 
     @classmethod
     def parse(cls, text: str) -> HubId | None:
-        """Parse ``owner/name`` or ``owner/name@revision``, either with ``:Q4_K_M``; None if it is not an id. Nothing is
-        looked up.
-        """
+        """Parse ``owner/name``, ``owner/name@revision``, either with ``:Q4_K_M``; None if it is not an id."""
         match = _ID.fullmatch(text)
         if match is None or ".." in text or (match["file"] is None and text.endswith((".gguf", ".json"))):
             return None
@@ -175,7 +168,6 @@ _QUANTISATION = re.compile(r"(?i)(?:^|[-._/])((?:UD-)?(?:I?Q\d\w*|TQ\d\w*|MXFP4\
 
 
 def _listed(name: HubId) -> list[str]:
-    """The files of a repository, as the hub lists them."""
     import huggingface_hub
 
     try:
@@ -197,7 +189,6 @@ def _gguf_files(names: Iterable[str], quantisation: str) -> list[str]:
 
 
 def _offer(name: HubId) -> str:
-    """Return the choices of a repository with GGUF files, for an error."""
     found = [match[1] for one in _listed(name) if one.endswith(".gguf") and (match := _QUANTISATION.search(one[:-5]))]
     some = ", ".join(dict.fromkeys(found))
     repo = replace(name, file="Q4_K_M")
@@ -205,7 +196,6 @@ def _offer(name: HubId) -> str:
 
 
 def _has_weights(folder: Path) -> bool:
-    """Whether every file of weights exists."""
     if any((folder / file).is_file() for file in _HEADS):
         return True
     try:
@@ -235,7 +225,6 @@ def _ask_client(name: HubId, patterns: tuple[str, ...], *, local: bool) -> Path:
 
 
 def _refusal(name: HubId, error: Exception) -> FetchError | StorageError:
-    """Why the client failed."""
     from huggingface_hub import errors
 
     if isinstance(error, errors.GatedRepoError):

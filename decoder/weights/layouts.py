@@ -177,11 +177,7 @@ LAYOUTS = (
 
 
 def layout_of(values: object, where: str) -> StoredLayout:
-    """Return the layout that ``quantization_config`` describes.
-
-    Raises:
-        UnknownArchitectureError: it describes another one; of compressed-tensors also activations with stored scales.
-    """
+    """Return the layout that ``quantization_config`` describes; raise UnknownArchitectureError if it is another one."""
     wrong = "" if isinstance(values, Mapping) else f"a {type(values).__name__}"
     if isinstance(values, Mapping):
         method = _COMPRESSED if values.get("quant_method") == OWN_METHOD else values.get("quant_method")
@@ -200,11 +196,7 @@ def layout_of(values: object, where: str) -> StoredLayout:
 
 
 def stored_layout(place: Path) -> tuple[StoredLayout, Mapping[str, object]]:
-    """Return the layout of a checkpoint, and its ``quantization_config``, which is empty where there is none.
-
-    Raises:
-        UnknownArchitectureError: see `layout_of`.
-    """
+    """Return the layout of a checkpoint, and its ``quantization_config``, which is empty where there is none."""
     file = place / "config.json"
     values = {} if is_gguf(place) or not file.is_file() else read_json_object(file).get("quantization_config")
     if not isinstance(values, Mapping) or not values:

@@ -39,12 +39,7 @@ _BY_SUFFIX: dict[str, Callable[[Path], AbstractContextManager[WeightFile]]] = {
 
 
 def open_weight_file(path: Path) -> AbstractContextManager[WeightFile]:
-    """Open one file of weights, or a folder with a file for every tensor.
-
-    Raises:
-        MissingWeightsError: it is absent, truncated or unreadable.
-        CheckpointError: it is damaged, or not supported.
-    """
+    """Open one file of weights, or a folder with a file for every tensor."""
     if path.is_dir():
         return nullcontext(SplitFolder.open(path))
     opened = _BY_SUFFIX.get(path.suffix.lower())
@@ -142,7 +137,7 @@ def unfused(places: dict[str, Place], family: Family, config: ModelConfig) -> di
 def _apart(
     place: Place, parts: tuple[str, ...], *, names: Mapping[str, str], rows: Mapping[str, int], turned: bool
 ) -> dict[str, Place]:
-    """The parts of a tensor by their names; none where its rows cannot be divided into blocks."""
+    """The parts of a tensor by name; none where its rows cannot be divided into blocks."""
     (prefix, ending), shape, block = parts, place.info.shape, sum(rows.values())
     by_expert = "{e}" in names[next(iter(rows))]
     own = shape[1:] if by_expert else shape

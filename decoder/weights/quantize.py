@@ -47,7 +47,6 @@ class QuantizedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory."""
         return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
     def rows(self, start: int, end: int) -> QuantizedTensor:
@@ -62,11 +61,7 @@ class QuantizedTensor:
         return replace(self, data=self.data.view(torch.uint8)[rows].view(self.data.dtype), scales=scales)
 
     def columns_of(self, start: int, end: int, columns: int) -> QuantizedTensor:
-        """Some of its columns; of blocks, whole ones. Up to ``columns``, zeros follow.
-
-        Raises:
-            ConfigurationError: a block would be cut in two.
-        """
+        """Some of its columns, of blocks whole ones; up to ``columns``, zeros follow."""
         form = self.format
         if form.block_bytes and any(at % GROUP for at in (start, end, columns)):
             raise ConfigurationError(
@@ -106,11 +101,7 @@ def joined_rows(parts: Sequence[QuantizedTensor], rows: int | None = None) -> Qu
 
 
 def quantize(weight: Tensor, form: WeightFormat) -> QuantizedTensor:
-    """A float matrix [N, K] in a format.
-
-    Raises:
-        ConfigurationError: rows are no whole number of blocks.
-    """
+    """A float matrix [N, K] in a format."""
     step = max(1, _PIECE // max(1, weight.shape[1]))
     return quantize_pieces(lambda: weight.split(step), (weight.shape[0], weight.shape[1]), form)
 
@@ -121,9 +112,6 @@ def quantize_pieces(
     """A matrix [N, K] in a format, of which some rows at a time are in memory as floats.
 
     pieces  gives its rows [n, K] from the first one on; called twice where all rows have one scale
-
-    Raises:
-        ConfigurationError: rows are no whole number of blocks.
     """
     rows, columns = shape
     if form.block_bytes and columns % GROUP:
@@ -269,9 +257,7 @@ def within_e4m3(matrix: QuantizedTensor) -> QuantizedTensor:
 
 
 def beyond_e4m3(data: Tensor) -> Tensor:
-    """Whether each number of e4m3, none of them NaN, is above the largest one: by its bits, as its type has few
-    operations.
-    """
+    """Whether each number of e4m3, none of them NaN, is above the largest: by its bits, as its type has few operations."""
     return (data.view(torch.uint8) & 0x7F) > _LARGEST_BITS
 
 

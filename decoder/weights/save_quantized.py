@@ -59,10 +59,8 @@ QUANTIZATION_CONFIG: dict[str, Any] = {
 def quantization_config(form: WeightFormat, *, turned: bool = False) -> dict[str, Any] | None:
     """Return the description of matrices of a format for config.json; None: the layout cannot describe it.
 
-    What compressed-tensors has no place for is written in the same layout under another ``quant_method``, so that no
-    other program takes it for what it is not: float8_e5m2, and matrices [in, out], with scales [1, out].
-
-    turned  whether the family stores its matrices as [in, out]
+    What compressed-tensors has no place for has another ``quant_method``, so that no other program takes it for what it
+    is not: float8_e5m2, and matrices [in, out] (``turned``), with scales [1, out].
     """
     if form is WeightFormat.Q4_1 or (turned and form.block_bytes):
         return None
@@ -83,13 +81,8 @@ def quantization_config(form: WeightFormat, *, turned: bool = False) -> dict[str
 def save_quantized(path: str | os.PathLike[str], folder: str | os.PathLike[str], quantization: str = "int8") -> None:
     """Write the checkpoint ``path`` into ``folder`` with quantised matrices: those of layers and of the vocabulary.
 
-    `AutoDecoder.from_pretrained` loads it as it stands, without an option.
-
-    Raises:
-        ConfigurationError: the format is none of "int8", "int8_per_tensor", "fp8_e4m3", "fp8_e5m2", "q8_0" and "q4_0",
-            both folders are one, or the family stores its matrices turned and the format has blocks.
-        CheckpointError: the checkpoint cannot be used.
-        StorageError: the folder cannot be written.
+    `AutoDecoder.from_pretrained` loads it as it stands, without an option. Formats: int8, int8_per_tensor, fp8_e4m3,
+    fp8_e5m2, q8_0 and q4_0, the last two not for families that store their matrices turned.
     """
     place, into = checkpoint_path(path), Path(folder)
     form = None if quantization == "gguf" else WeightFormat.of(quantization)
@@ -129,7 +122,6 @@ def save_quantized(path: str | os.PathLike[str], folder: str | os.PathLike[str],
 
 
 def _parts(name: str, matrix: QuantizedTensor, *, turned: bool) -> dict[str, Tensor]:
-    """The tensors of a quantised matrix [out, in]; ``turned``: as [in, out]."""
     if matrix.scales is None:
         return packed_parts(name, matrix)
     if matrix.format is WeightFormat.INT8_PER_TENSOR:

@@ -81,11 +81,8 @@ class Series:
 
 
 def check(target: Path | None, most: int) -> None:
-    """Check the settings before anything is loaded.
-
-    Raises:
-        ConfigurationError: ``most`` is out of range.
-        CheckpointError: ``target`` is not a checkpoint folder.
+    """Check the settings before anything is loaded. Raises ConfigurationError for ``most``, CheckpointError for
+    ``target``.
     """
     if not 1 <= most <= _LIMIT:
         raise ConfigurationError(f"rows: expected 1 to {_LIMIT}, got {most}; correct it")
@@ -94,10 +91,8 @@ def check(target: Path | None, most: int) -> None:
 
 
 def available(backend: str | None) -> tuple[list[str], dict[str, str]]:
-    """Return the backends to measure, and why others cannot run on this machine. ``backend``: only this one.
-
-    Raises:
-        ConfigurationError, BackendError: the named one is unknown, or cannot run on this machine.
+    """The backends to measure, and why others cannot run on this machine. ``backend``: one to measure;
+    ConfigurationError: unknown, BackendError: cannot run.
     """
     if backend is not None:
         make(backend)
@@ -231,7 +226,6 @@ def _window(decoder: SamplingDecoder, tokens: Tensor, ahead: int) -> Tensor:
 
 
 def _compared(shape: Shape, rows: int, together: Tensor, *, alone: Tensor) -> RowCount:
-    """[n, V] each."""
     differing = together.view(torch.int32) != alone.view(torch.int32)
     return RowCount(
         shape,

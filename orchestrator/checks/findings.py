@@ -30,5 +30,4 @@ class Finding:
 
     @property
     def passed(self) -> bool:
-        """Whether it did not fail."""
         return self.status != "FAILED"

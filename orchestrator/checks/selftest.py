@@ -54,7 +54,6 @@ class NoiseStep(nn.Module):
 
 
 def known(backend: str) -> None:
-    """Raise ConfigurationError for an unknown backend. One that cannot run on this machine fails its checks."""
     if backend not in BACKENDS:
         raise ConfigurationError(f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}; use one of them")
 
@@ -117,7 +116,7 @@ def _noise(backend: str) -> tuple[bool, str]:
     graph = Graph(GraphKey("selftest noise"), step, (seeds, positions), {"graph": "noise"})
     engine = make(backend)
     engine.record_noise_check(passed=False)  # from now on an older record is invalid
-    got, expected = engine.compile(graph, _quiet)(seeds, positions), step(seeds, positions)
+    got, expected = engine.compile(graph, lambda _line: None)(seeds, positions), step(seeds, positions)
     wrong = [int((one != other).sum()) for one, other in zip(got, expected, strict=True)]
     # The noise uses the backend's logarithm: two units in the last place of float32.
     size = expected[3].abs().clamp(min=1.0) * 2.0**-23
@@ -163,7 +162,6 @@ def _against_eager(source: Sampler, decoder: SamplingDecoder, *, target: Path, a
 
 
 def _texts(source: Sampler, *, sampled: bool) -> list[list[int]]:
-    """Greedy, and sampled if asked for."""
     variants: list[dict[str, Any]] = [{}]
     if sampled:
         variants.append({"do_sample": True, "seed": 11, "temperature": 1.1, "top_k": 40, "top_p": 0.95})
@@ -196,10 +194,6 @@ def _load(backend: str, folder: Path, amp: str) -> SamplingDecoder:
     )
     decoder.on_graph = lambda _event: None  # compilations are part of the time of a check, and not announced
     return decoder
-
-
-def _quiet(_line: str) -> None:
-    """Compilations are part of the time a check takes, and not announced."""
 
 
 CALLS = 10

@@ -45,15 +45,12 @@ class VerifyReport:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing failed."""
         return all(one.passed for one in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
         return {"passed": self.passed, **self.setting, "findings": [asdict(one) for one in self.findings]}
 
     def __str__(self) -> str:
-        """For people: a paragraph for every finding."""
         head = ", ".join(f"{name} {value}" for name, value in self.setting.items())
         lines = [head]
         for one in self.findings:
@@ -157,7 +154,6 @@ def verify(
 
 
 def _setting(subject: Subject) -> dict[str, object]:
-    """Description of what was verified."""
     generator, target = subject.generator, subject.target
     return {
         "target": str(target.folder or type(target).__name__),
@@ -185,9 +181,7 @@ _NEAR_16_BITS = 0.15
 @dataclass(slots=True)
 class Tally:
     """Sequences compared with the expected ones. ``strict``: both use the same graphs, so that a near-tie must not
-    differ.
-
-    ``ties``: number of sequences that diverge at one.
+    differ; ``ties``: those that part at one.
     """
 
     strict: bool = False
@@ -200,9 +194,7 @@ class Tally:
     def add(
         self, subject: Subject, ours: CallResult, theirs: CallResult, *, sampling: Sequence[Sampling] | None = None
     ) -> None:
-        """Compare outputs and finish reasons. ``sampling``: of every output, to detect near-ties; None = they are
-        unknown.
-        """
+        """Compare outputs and finish reasons. ``sampling``: of every output, to detect near-ties; None = unknown."""
         self.calls += 1
         self.accepted += ours.statistics.num_accepted_tokens
         rows = zip(ours.texts, theirs.texts, ours.reasons, theirs.reasons, strict=True)
@@ -292,16 +284,14 @@ def _equal(subject: Subject, budget: Budget, *, name: str, asked: Sequence[dict[
 
 
 class _IdText:
-    """A tokenizer for who brings none: every id is its number."""
+    """Tokenizer whose tokens are numbers."""
 
     def decode(self, token_ids: Any, **_: object) -> str:
         return "".join(f"<{int(token)}>" for token in token_ids)
 
 
 def _ends(subject: Subject, budget: Budget) -> Finding:
-    """Check that outputs stop where plain decoding stops: at an id, a stop string, a limit, by a criterion, inside a
-    draft or not.
-    """
+    """Outputs stop where plain decoding stops: at an id, a stop string, a limit, a criterion, inside a draft or not."""
     begin, tally, number = perf_counter(), Tally(), 0
     decoder = subject.tokenizer or _IdText()
     draws = subject.sampled and keeps_tokens(subject.rule)
@@ -321,7 +311,6 @@ def _ends(subject: Subject, budget: Budget) -> Finding:
 
 
 def _stops(text: Sequence[int], decoder: Decodes, number: int, *, prompt: int) -> list[dict[str, Any]]:
-    """Ways to end a text that plain decoding gives."""
     places = [place for place in (1 + number % 3, 4 + number % 2, 7, 12) if place + 1 < len(text)]
     stops: list[dict[str, Any]] = [{"max_new_tokens": limit} for limit in (1, 2, 3 + number % 5)]
     for place in places:
@@ -400,7 +389,7 @@ def _processed(subject: Subject, budget: Budget) -> Finding:
 
 
 class _Watching:
-    """A processor that changes nothing and notes what it is shown."""
+    """Processor that notes the prefixes it is shown."""
 
     def __init__(self) -> None:
         self.seen: list[int] = []
@@ -441,9 +430,7 @@ def _self_draft(subject: Subject, budget: Budget) -> Finding:
 
 
 def _read_anew(subject: Subject, budget: Budget) -> Finding:
-    """Compare rounds in the middle of a sequence with rounds after the same tokens as a prompt: the drafts must be
-    equal.
-    """
+    """Rounds in the middle of a sequence have the drafts of rounds after the same tokens as a prompt."""
     name, begin = "drafter's memory", perf_counter()
     if not keeps_tokens(subject.rule) or not subject.depth:
         why = "a text must not depend on its drafts, and something must be drafted"

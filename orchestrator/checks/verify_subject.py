@@ -42,7 +42,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class CallResult:
-    """The result of one call: texts with their prompts, why each ended, and counts."""
+    """Texts of one call with their prompts, why each ended, and counts."""
 
     texts: list[list[int]]
     reasons: list[FinishReason]
@@ -83,7 +83,6 @@ class Subject:
 
     @property
     def depth(self) -> int:
-        """Depth of the deepest proposal."""
         return self.generator.drafter.draft_shape.depth
 
     @property
@@ -92,7 +91,6 @@ class Subject:
         return self.target.body.kernels.batch_invariant
 
     def room(self, prompt: Sequence[int]) -> int:
-        """Number of new tokens that fit after a prompt."""
         return self.target.n_positions - len(prompt)
 
     def group(self, number: int, count: int) -> list[list[int]]:
@@ -104,7 +102,6 @@ class Subject:
         return 0 if self.invariant else count // 50
 
     def texts(self, source: SpeculativeGenerator, prompts: Sequence[Sequence[int]], **options: Any) -> CallResult:
-        """Run one call."""
         room = min(self.room(prompt) for prompt in prompts)
         options = {"max_new_tokens": min(self.new, room), **options}
         result = source.sample([list(prompt) for prompt in prompts], return_dict=True, **options)
@@ -127,9 +124,8 @@ class Subject:
 
 
 def own_prompts(plain: SpeculativeGenerator, *, sampled: bool, seed: int) -> list[list[int]]:
-    """Make prompts of unequal lengths that are likely for a model, without its tokenizer: its own outputs.
-
-    The longest is repeated once, so that drafters that use only tokens find a repetition.
+    """Make prompts of unequal lengths that are likely for a model, without its tokenizer: its own outputs. The longest
+    is repeated once, so that drafters that use only tokens find a repetition.
     """
     config = plain.target.config
     dice = torch.Generator().manual_seed(seed)

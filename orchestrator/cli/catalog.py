@@ -67,11 +67,7 @@ _IN_BLOCKS = ("drafters", "acceptance rules", "backends")
 
 
 def _alone(tables: Mapping[str, Rows], name: str) -> dict[str, Rows]:
-    """The rows of that name, or all families for "models".
-
-    Raises:
-        ConfigurationError: no drafter and no rule has it.
-    """
+    """The rows of that name, or all families for "models"; ConfigurationError: no drafter and no rule has it."""
     if name == "models":
         return {"model families": tables["model families"]}
     known = {title: tables[title] for title in ("drafters", "acceptance rules")}
@@ -152,7 +148,6 @@ def registry_tables() -> dict[str, Rows]:
 
 
 def _capabilities(row: DrafterRow | RuleRow | Family | BackendRow) -> dict[str, object]:
-    """The row without its paths, with the names of its options."""
     if isinstance(row, Family):
         names = [name for name, one in ARCHITECTURES.items() if row.name in one.families]
         read = EIGHT_BITS.name if row.names.transposed else "all"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -86,7 +86,6 @@ class TextView:
         self._open = False
 
     def prompt(self, text: str) -> None:
-        """The prompt, dimmed."""
         self._write(text, _PROMPT)
 
     def show(self, event: RequestOutput) -> str:
@@ -101,7 +100,6 @@ class TextView:
         return "".join(pieces)
 
     def legend(self) -> str:
-        """Legend of the styles."""
         if self._marks:
             return f"{_MARKS[0]}drafted and accepted{_MARKS[1]}, the rest is the target's own"
         return legend()
@@ -131,7 +129,6 @@ def legend() -> str:
 
 
 def statistics_table(statistics: Statistics, seconds: float | None = None) -> Table:
-    """Counts and times of a generation."""
     table = Table("what", "value", title="statistics")
     rows = {
         "new tokens": str(statistics.new_tokens),
@@ -178,14 +175,20 @@ def acceptance_by_position(statistics: Statistics) -> str:
     return "  ".join(f"{accepted / drafted:.0%}" for accepted, drafted in pairs if drafted)
 
 
-def graphs_table(graphs: Sequence[MadeGraph]) -> Table:
-    """The graphs of a command, and how long each took."""
-    table = Table("decoder", "graph", "seconds", "", title="graphs")
-    for graph in graphs:
-        table.add_row(
-            graph.owner, Text(graph.graph), f"{graph.seconds:.1f}", "compiled" if graph.compiled else "from the cache"
-        )
-    return table
+def show_graphs(graphs: Sequence[MadeGraph]) -> None:
+    """Print the graphs of a command, and how long each took."""
+    rows = [
+        (one.owner, one.graph, f"{one.seconds:.1f}", "compiled" if one.compiled else "from the cache") for one in graphs
+    ]
+    table("decoder", "graph", "seconds", "", rows=rows, title="graphs")
+
+
+def table(*columns: str, rows: Iterable[Iterable[object]], title: str | None = None) -> None:
+    """Print a table of plain text."""
+    made = Table(*columns, title=title)
+    for row in rows:
+        made.add_row(*(Text(str(cell)) for cell in row))
+    out().print(made)
 
 
 def values(title: str, found: Mapping[str, object], *, as_json: bool) -> None:
@@ -193,10 +196,7 @@ def values(title: str, found: Mapping[str, object], *, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(found))
         return
-    table = Table("what", "value", title=title)
-    for name, value in _leaves(found, ""):
-        table.add_row(Text(name), Text(_shown(value)))
-    out().print(table)
+    table("what", "value", rows=((name, _shown(value)) for name, value in _leaves(found, "")), title=title)
 
 
 def _shown(value: object) -> str:
@@ -235,7 +235,6 @@ class Bar:
         self._console, self._progress, self._task, self._still = console, progress, task, still
 
     def step(self, label: str) -> None:
-        """Say what is being done now."""
         self._progress.update(self._task, label=label)
         if not self._console.is_terminal:
             self._console.print(Text(label), soft_wrap=True)
@@ -314,10 +313,7 @@ def watching(decoders: Mapping[str, CompiledDecoder], shown: Bar, graphs: list[M
 def compiling(
     console: Console, decoders: Mapping[str, CompiledDecoder], jobs: Sequence[Callable[[], None]]
 ) -> list[MadeGraph]:
-    """Run jobs that make graphs, such as `SpeculativeGenerator.compile`, under one bar.
-
-    Returns the graphs they made.
-    """
+    """Run jobs that make graphs, such as `SpeculativeGenerator.compile`, under one bar. -> the graphs they made"""
     graphs: list[MadeGraph] = []
     prefills = sum(
         len(decoder.options.chunks if name == "target" else decoder.options.draft_chunks)

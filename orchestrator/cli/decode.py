@@ -111,7 +111,7 @@ def generate(
 def _json_object(
     prompt: str, continuation: Continuation, statistics: Statistics, *, warning: str | None
 ) -> dict[str, object]:
-    """Return the JSON output. The warning comes first, so that it is not missed."""
+    """The warning comes first, so that it is not missed."""
     first = {} if warning is None else {"warning": warning}
     fields = {name: value for name, value in asdict(continuation).items() if value is not None}
     return {**first, "prompt": prompt, **fields, "statistics": statistics.to_dict()}
@@ -134,7 +134,6 @@ def _shown(
 def _quiet(
     stream: Iterator[RequestOutput], text: StopStringFilter, *, total: int, label: str = "generating"
 ) -> Continuation:
-    """Show only how far it is."""
     with console.bar(console.err(), label, total) as bar:
 
         def piece(output: RequestOutput) -> str:
@@ -251,11 +250,7 @@ class Modes:
     drafter: str | None = None
 
     def use(self, draft: str | None) -> None:
-        """Let that one draft; None: what the command line said.
-
-        Raises:
-            PacelineError: there is no such draft, or it does not fit the target. The one before stays.
-        """
+        """Let that one draft; None: what the command line said. After a PacelineError the one before stays."""
         usual = self.generators.get(None)
         of_choice = usual is not None and draft in usual.limits.drafters
         if not of_choice and draft not in self.generators:
@@ -272,12 +267,10 @@ class Modes:
         return self.drafter or self.current
 
     def stream(self, ids: list[int], params: SamplingParams) -> OutputStream:
-        """Continue a prompt in the current mode."""
         return self.generator.stream([ids], params=replace(params, drafter=self.drafter))
 
     @property
     def generator(self) -> SpeculativeGenerator:
-        """Generator of the current mode."""
         return self.generators[self.current]
 
 
@@ -302,7 +295,6 @@ class Session:
     asked: list[int] | None = None
 
     def run(self) -> None:
-        """Read until the end."""
         if sys.stdin.isatty():
             console.err().print(f"{console.legend()} /help lists the commands.")
         while (line := self._read()) is not None:
@@ -341,10 +333,8 @@ class Session:
             return ""
 
     def reply(self, question: str) -> None:
-        """Answer, shown while it is written; what Ctrl-C leaves of it stays in the conversation.
-
-        Raises:
-            PacelineError: the question is refused; the conversation is as before.
+        """Answer, shown while it is written; what Ctrl-C leaves of it stays in the conversation, a refused question
+        does not.
         """
         ids, forgotten = self.conversation.ask(question)
         if forgotten:
@@ -380,11 +370,8 @@ class Session:
 
     def race(self, drafts: Sequence[str]) -> None:
         """Answer the last question without a draft and then with each, one after the other, and show the speeds.
-
-        Without ``drafts`` the current one runs. The conversation and the mode stay as they are.
-
-        Raises:
-            PacelineError: nothing was asked yet, or a draft is refused.
+        Without ``drafts`` the current one runs. The conversation and the mode stay as they are, also after a
+        PacelineError.
         """
         if self.asked is None:
             raise PromptError("/race: expected a question before it, got none; ask one")
@@ -410,22 +397,14 @@ class Session:
         console.err().print(table)
 
     def save(self, file: Path) -> None:
-        """Write the conversation as JSON.
-
-        Raises:
-            StorageError: the file cannot be written.
-        """
+        """Write the conversation as JSON, or raise StorageError."""
         from paceline.decoder.weights.atomic_write import save_bytes
 
         said = {"system": self.conversation.system, "messages": self.conversation.turns}
         save_bytes(file, [json.dumps(said, ensure_ascii=False, indent=1).encode()])
 
     def load(self, file: Path) -> None:
-        """Continue a conversation that `save` wrote.
-
-        Raises:
-            ConfigurationError: the file cannot be read, or is no conversation. The one before stays.
-        """
+        """Continue a conversation that `save` wrote; after a ConfigurationError the one before stays."""
         try:
             said = json.loads(file.read_text(encoding="utf-8"))
             system, turns = said["system"], said["messages"]

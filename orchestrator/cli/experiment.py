@@ -15,8 +15,6 @@ from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.table import Table
-from rich.text import Text
 
 from paceline.cli import console
 from paceline.cli.options import (
@@ -100,7 +98,6 @@ def run(
 
 
 def _run_all(planned: ExperimentPlan, store: Store, minutes: float | None) -> tuple[list[CellResult], list[Path]]:
-    """Run what is left, and write results and traces. -> the finished cells and the complete traces"""
     from paceline.experiments import record_traces, report, round_times, runner
 
     config = planned.config
@@ -154,11 +151,9 @@ def _title(names: object) -> str:
 def _show_cells(summaries: list[dict[str, object]]) -> None:
     shown = ("target", "drafter", "k", "sampling", "acceptor", "batch_size", "prompt_set")
     figures = ("mean_acceptance_length", "draft_acceptance_rate", "tokens_per_second", "speedup", "texts_unlike_plain")
-    table = Table(*(name.replace("_", " ") for name in (*shown, *figures)))
-    for row in summaries:
-        cells = [row.get(name) for name in (*shown, *figures)]
-        table.add_row(*(Text("-" if cell is None else str(cell)) for cell in cells))
-    console.out().print(table)
+    found = ([row.get(name) for name in (*shown, *figures)] for row in summaries)
+    cells = (["-" if cell is None else cell for cell in row] for row in found)
+    console.table(*(name.replace("_", " ") for name in (*shown, *figures)), rows=cells)
 
 
 ResultFolder = Annotated[Path, typer.Argument(help="Folder that `paceline experiment run` wrote (its --out).")]
@@ -240,12 +235,12 @@ def whatif(
     if as_json:
         typer.echo(json.dumps(answers))
         return
-    table = Table("policy", "mean acceptance length", "tokens per round", "accepted of drafted", "tokens/s")
+    rows = []
     for row in answers:
         speed = row["tokens_per_second"]
         cells = [f"{row[name]:.3f}" for name in ("mean_acceptance_length", "tokens_per_round", "draft_acceptance_rate")]
-        table.add_row(Text(str(row["policy"])), *cells, "-" if speed is None else f"{speed:.1f}")
-    console.out().print(table)
+        rows.append((row["policy"], *cells, "-" if speed is None else f"{speed:.1f}"))
+    console.table("policy", "mean acceptance length", "tokens per round", "accepted of drafted", "tokens/s", rows=rows)
 
 
 @app.command()
@@ -270,11 +265,10 @@ def regret(
     if as_json:
         typer.echo(json.dumps(found.to_dict()))
         return
-    table = Table("drafter", "rounds", "best for so many texts", "the choice against it")
     rows = [(name, one.acceptance.num_rounds, found.best_of.count(name)) for name, one in found.fixed.items()]
-    for name, rounds, texts in [*rows, ("the best for every text", found.perfect.num_rounds, len(found.best_of))]:
-        table.add_row(Text(name), str(rounds), str(texts), f"{found.against(rounds):+.1%}")
-    console.out().print(table)
+    rows.append(("the best for every text", found.perfect.num_rounds, len(found.best_of)))
+    against = [(name, rounds, texts, f"{found.against(rounds):+.1%}") for name, rounds, texts in rows]
+    console.table("drafter", "rounds", "best for so many texts", "the choice against it", rows=against)
     typer.echo(f"the choice: {found.choice.acceptance.num_rounds} rounds; best fixed drafter: {found.best}")
 
 
@@ -305,12 +299,12 @@ def compare(
     if as_json:
         typer.echo(json.dumps([{**names, **one.to_dict()} for names, one in rows]))
         return
-    table = Table("drafter", "k", "sampling", "batch", "prompts", "first", "second", "difference", "p")
-    for names, one in rows:
-        where = [Text(str(names[name])) for name in ("drafter", "k", "sampling", "batch_size")]
-        values = [str(one.prompts), f"{one.first:.3f}", f"{one.second:.3f}", str(one.difference), f"{one.p_value:.4f}"]
-        table.add_row(*where, *(Text(value) for value in values))
-    console.out().print(table)
+    figures = [
+        (one.prompts, f"{one.first:.3f}", f"{one.second:.3f}", one.difference, f"{one.p_value:.4f}") for _, one in rows
+    ]
+    where = [[names[name] for name in ("drafter", "k", "sampling", "batch_size")] for names, _ in rows]
+    columns = ("drafter", "k", "sampling", "batch", "prompts", "first", "second", "difference", "p")
+    console.table(*columns, rows=[(*a, *b) for a, b in zip(where, figures, strict=True)])
     if alone := len(ours) + len(theirs) - 2 * len(shared):
         console.say(console.err(), f"{alone} cells are in one of the runs alone, and are left out", style="yellow")
 
@@ -335,12 +329,15 @@ def import_records(
         typer.echo(json.dumps(rows))
         return
     shown = ("mean_acceptance_length", "tokens_per_round", "draft_acceptance_rate", "conditional_acceptance_rate")
-    table = Table("file", "requests", *(name.replace("_", " ") for name in shown), "acceptance by position")
-    for row in rows:
-        figures = [f"{row[name]:.3f}" for name in shown]
-        places = "  ".join(f"{place:.0%}" for place in row["acceptance_by_position"])
-        table.add_row(Text(row["file"]), str(row["requests"]), *figures, places)
-    console.out().print(table)
+    cells = [
+        (
+            *(row["file"], row["requests"], *(f"{row[name]:.3f}" for name in shown)),
+            "  ".join(f"{place:.0%}" for place in row["acceptance_by_position"]),
+        )
+        for row in rows
+    ]
+    columns = (name.replace("_", " ") for name in shown)
+    console.table("file", "requests", *columns, "acceptance by position", rows=cells)
 
 
 @app.command()
@@ -385,14 +382,11 @@ class MeasuredOptions:
         Path | None,
         typer.Option(help="Models file of the fastest to write, for `paceline serve`. Needs --trace and one load."),
     ] = None
-    trials: Annotated[
-        int, typer.Option(help="Confidence thresholds to try, too; 0 switches it off. Needs --trace.", min=0)
-    ] = 0
     time_error: Annotated[float, typer.Option(help="Relative error to assume for predicted times, from 0 to 1.")] = 0.1
 
     def check(self, sizes: Collection[int]) -> None:
         """Raise ConfigurationError for options that need others."""
-        asked = {"--verify": self.verify, "--out": self.out is not None, "--trials": self.trials}
+        asked = {"--verify": self.verify, "--out": self.out is not None}
         if (name := next((one for one in asked if asked[one]), None)) and (not self.experiment or not self.trace):
             raise ConfigurationError(f"{name}: expected --experiment and --trace with it; give both")
         if self.out is not None and len(sizes) > 1:
@@ -503,7 +497,6 @@ def _measured(
         got = "neither" if trace is None else "both"
         raise ConfigurationError(f"--acceptance: expected either --trace or --acceptance, got {got}; give one of them")
     if trace is not None:
-        limits["trials"] = options.trials
         return [questions.from_trace(trace, timed.of(trace), batch_size=size, **limits) for size in sizes]
     times = timed.alone()
     if asked.draft is None:
@@ -544,35 +537,27 @@ def _verified(folder: Path, trace: LoadedTrace, plans: Sequence[LoadPlan]) -> li
         drafting = next((one for one in plan.candidates if not one.plain), None)
         if drafting is None:
             continue
-        policy = drafting.policy
-        planned = runner.plan(tuned.verifying(config, trace, policy, batch_size=plan.batch_size), None)
-        result = _run_one(planned, folder)
-        run = tuned.checked(trace, times, policy, result=result)
-        plain = tuned.checked(trace, times, questions.Policy(()), result=result)
-        for label, predicted, seen in (
-            (drafting.label, run.predicted, run.measured),
-            ("plain", plain.predicted, run.plain),
+        own = tuned.verifying(config, trace, drafting.policy, batch_size=plan.batch_size)
+        with console.bar(console.err(), "verify", 1) as shown:
+            kept = store.Store(folder / "verify")
+            (result,) = runner.run(runner.plan(own, None), kept, lambda text, *_, bar=shown: bar.step(text))
+        speeds: list[float] = []
+        for label, policy, figure in (
+            (drafting.label, drafting.policy, "tokens_per_second"),
+            ("plain", questions.Policy(()), "plain_tokens_per_second"),
         ):
-            figures = {"predicted": predicted, "measured": seen, "error": predicted / seen - 1}
+            foretold = tuned.predicted(trace, times, policy, result=result)
+            speeds.append(float(result.totals[figure]))
+            figures = {"predicted": foretold, "measured": speeds[-1], "error": foretold / speeds[-1] - 1}
             found.append({"batch_size": plan.batch_size, "label": label, **figures})
-        if run.measured < run.plain:
-            said = f"warning: {drafting.label} was {run.measured / run.plain:.2f} times as fast as plain decoding. "
+        if speeds[0] < speeds[1]:
+            said = f"warning: {drafting.label} was {speeds[0] / speeds[1]:.2f} times as fast as plain decoding. "
             said += "Run it again on a quiet machine, and serve without a draft if it stays so"
             console.say(console.err(), said, style="yellow")
     return found
 
 
-def _run_one(planned: ExperimentPlan, folder: Path) -> CellResult:
-    """Run an experiment of one cell and plain decoding. ``folder``: of the experiment that was asked about."""
-    from paceline.experiments import runner, store
-
-    with console.bar(console.err(), "verify", 1) as shown:
-        (result,) = runner.run(planned, store.Store(folder / "verify"), lambda text, *_: shown.step(text))
-    return result
-
-
 def _save_models(file: Path, folder: Path, trace: LoadedTrace, *, plan: LoadPlan) -> None:
-    """Write the models file of the fastest candidate of a load."""
     from paceline.decoder.weights.atomic_write import save_bytes
     from paceline.experiments import store, tuned
     from paceline.experiments.config import cells
@@ -584,10 +569,13 @@ def _save_models(file: Path, folder: Path, trace: LoadedTrace, *, plan: LoadPlan
 
 
 def _show(plan: LoadPlan) -> None:
+    rows = [
+        (
+            *(one.label, f"{one.tokens_per_round:.2f}", f"{one.round_seconds * 1e3:.2f}"),
+            *(f"{one.tokens_per_second:.1f}", f"{one.speedup:.2f}", f"{one.low:.2f} to {one.high:.2f}"),
+        )
+        for one in plan.candidates[:8]
+    ]
     columns = ("candidate", "tokens per round", "ms per round", "tokens/s", "speedup", "interval")
-    table = Table(*columns, title=f"batch size {plan.batch_size}")
-    for one in plan.candidates[:8]:
-        figures = f"{one.tokens_per_round:.2f}", f"{one.round_seconds * 1e3:.2f}", f"{one.tokens_per_second:.1f}"
-        table.add_row(Text(one.label), *figures, f"{one.speedup:.2f}", f"{one.low:.2f} to {one.high:.2f}")
-    console.out().print(table)
+    console.table(*columns, rows=rows, title=f"batch size {plan.batch_size}")
     console.say(console.out(), plan.verdict)

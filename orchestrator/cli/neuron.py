@@ -80,7 +80,7 @@ def compile_graphs(
         if save:
             for decoder in decoders.values():
                 decoder.save(save)
-    console.out().print(console.graphs_table(graphs))
+    console.show_graphs(graphs)
     console.say(console.out(), f"cache: {cache_root()}")
     if save:
         console.say(console.out(), f"copied to: {save}")
@@ -100,11 +100,7 @@ class GraphOptions:
     quantization: TargetFormat = None
 
     def lines(self) -> int:
-        """Number of batch rows, for `RoundSetup.lines`.
-
-        Raises:
-            ConfigurationError: there are not so many slots.
-        """
+        """Number of batch rows, for `RoundSetup.lines`, or ConfigurationError: there are fewer slots."""
         if self.used_slots is not None and self.used_slots > self.batch_size:
             raise ConfigurationError(
                 f"--used-slots: expected at most {self.batch_size} (--batch-size), got {self.used_slots}; lower it"

@@ -115,15 +115,11 @@ class SamplingOptions:
     ] = None
 
     def ignores_filters(self, keys: SamplingKeys) -> bool:
-        """Whether there are filters that greedy decoding does not use."""
         return not self.temperature and not {"top_k", "top_p", "min_p"}.isdisjoint(keys)
 
     def params(self, keys: SamplingKeys) -> SamplingParams:
-        """The same as `SamplingParams`, which lacks the tokenizer.
-
-        Raises:
-            SamplingError: a value is out of range, or the answer is to fit two things.
-            PromptError: the schema's file cannot be read.
+        """The same as `SamplingParams`, without a tokenizer. Raises SamplingError or, for the file of a schema,
+        PromptError.
         """
         stop = StopStrings(self.stop, scope="output") if self.stop else None  # as over HTTP
         own = {"temperature": self.temperature, "max_new_tokens": self.max_new_tokens, "stop_strings": stop}
@@ -132,7 +128,6 @@ class SamplingOptions:
         return params
 
     def _structured(self) -> StructuredOutput | None:
-        """Return the structure that the output must have."""
         if self.json_schema is not None and self.regex is not None:
             raise SamplingError("--regex: expected either --json-schema or --regex, got both; give one of them")
         if self.json_schema is not None:
@@ -154,11 +149,7 @@ class PromptOptions:
     ] = False
 
     def text(self) -> str:
-        """The prompt.
-
-        Raises:
-            PromptError: none or two of the options are given, or the prompt cannot be read.
-        """
+        """The prompt, or PromptError: none or two of the options are given, or it cannot be read."""
         if (self.prompt is None) == (self.prompt_file is None):
             raise PromptError(
                 "--prompt: expected either --prompt or --prompt-file, got both or neither; give one of them"
@@ -177,11 +168,7 @@ class OutputOptions:
 
 
 def neuron_instance(name: str | None) -> Instance:
-    """The instance type of that name; None is this machine, which must have a Neuron chip then.
-
-    Raises:
-        PlanError: there is no such type, or no chip.
-    """
+    """The instance type of that name; None is this machine. Raises PlanError if there is no such type, or no chip."""
     from paceline.placement.planning.instances import instance_named
 
     found = instance_named(name)
@@ -219,10 +206,7 @@ def load(found: Loadable) -> SamplingDecoder:
 def load_draft(
     decoder: SamplingDecoder, config: SpeculativeConfig
 ) -> tuple[SpeculativeGenerator, dict[str, CompiledDecoder]]:
-    """A generator, and its decoders by the names to show.
-
-    Without a draft and without ``k`` every plain step is a graph of its own.
-    """
+    """A generator, and its decoders by the names to show. With neither draft nor ``k`` every plain step is a graph."""
     from paceline.auto_drafter import load_draft_models
     from paceline.generator import SpeculativeGenerator
 
@@ -318,7 +302,6 @@ class _Option:
 
     @property
     def info(self) -> ParameterInfo:
-        """Settings of the typer parameter."""
         info: ParameterInfo = get_args(self.parameter.annotation)[1]
         return info
 
@@ -327,7 +310,6 @@ class _Option:
         return self.parameter.name
 
     def value(self, given: Any) -> Any:
-        """Return the configuration's value for the value that typer parsed."""
         return given[0] if self.one_or_more and isinstance(given, list) and len(given) == 1 else given
 
 
@@ -380,7 +362,7 @@ def _typer_type(kind: Any, default: Any) -> tuple[Any, Any, bool]:
     first, several = variants[0], any(get_origin(one) is Sequence for one in variants)
     if get_origin(first) is Sequence or (len(variants) == 1 and get_origin(first) is tuple):
         element = get_args(first)[0]
-        values = list(default) or None if default else None
+        values = default if default is _REQUIRED else list(default or ()) or None
         return list[element if element in _SIMPLE else str] | None, values, len(variants) > 1  # type: ignore[misc]
     text: Any = first if (several or len(variants) == 1) and first in _SIMPLE else str
     if default is None:
@@ -393,10 +375,8 @@ def _is_union(kind: Any) -> bool:
 
 
 def numbers(text: str, option: str, *, least: int = 0) -> tuple[int, ...]:
-    """Return the numbers of ``4``, ``1,2,4`` or ``1:8`` (both ends included).
-
-    Raises:
-        ConfigurationError: they are none of these, or one is below ``least``.
+    """The numbers of ``4``, ``1,2,4`` or ``1:8`` (both ends included), or ConfigurationError, also for one below
+    ``least``.
     """
     first, colon, last = text.partition(":")
     try:
@@ -409,11 +389,7 @@ def numbers(text: str, option: str, *, least: int = 0) -> tuple[int, ...]:
 
 
 def shares(text: str, option: str) -> tuple[float, ...]:
-    """Return the numbers from 0 to 1 of ``0.4`` or ``0.4,0.3``.
-
-    Raises:
-        ConfigurationError: they are none.
-    """
+    """The numbers from 0 to 1 of ``0.4`` or ``0.4,0.3``, or ConfigurationError."""
     try:
         values = tuple(map(float, text.split(",")))
     except ValueError:
@@ -424,11 +400,7 @@ def shares(text: str, option: str) -> tuple[float, ...]:
 
 
 def _file_text(file: Path) -> str:
-    """Return the text of a file, or of stdin ('-'), without a byte order mark.
-
-    Raises:
-        PromptError: it cannot be read, or is no text.
-    """
+    """Text of a file, or of stdin ("-"), without a byte order mark. Raises PromptError if it cannot be read."""
     try:
         return _checked_text(sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8-sig"), str(file))
     except (OSError, UnicodeDecodeError) as error:
@@ -436,11 +408,7 @@ def _file_text(file: Path) -> str:
 
 
 def _checked_text(text: str, where: str) -> str:
-    """A text from ``where``, as it is.
-
-    Raises:
-        PromptError: it cannot be written as UTF-8: JSON, and bytes of a command line that are none, may make such.
-    """
+    """A text, or PromptError: JSON, and bytes of a command line that are none, may make what UTF-8 cannot write."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -449,11 +417,7 @@ def _checked_text(text: str, where: str) -> str:
 
 
 def read_prompts(file: Path) -> list[str]:
-    """The prompt of every line.
-
-    Raises:
-        PromptError: it cannot be read, or a line is no JSON object with a "prompt" that is a text.
-    """
+    """The "prompt" of every line of a file of JSON objects. Raises PromptError if it is none, or cannot be read."""
     # Not `splitlines`: JSON leaves Unicode's line ends as they are.
     return [_prompt(line, file) for line in _file_text(file).split("\n") if line.strip()]
 

@@ -82,7 +82,6 @@ class OneModel:
     ] = None
 
     def entries(self, keys: Mapping[str, object]) -> list[dict[str, object]]:
-        """The list `models` of a file with only this model. ``keys``: how it is loaded and drafted for."""
         assert self.target is not None
         there = self.target.exists()  # else it may be the name of a fetched model, or an id of the hub
         values = {
@@ -155,11 +154,6 @@ def _check_target(group: ReplicaGroupPlan) -> None:
 
 
 def _source(models: Path | None, model: OneModel, keys: Mapping[str, object]) -> Path | list[dict[str, object]]:
-    """The models file, or the entries that stand for one.
-
-    Raises:
-        ConfigurationError: both are given, or none.
-    """
     if (models is None) == (model.target is None):
         raise ConfigurationError(
             "expected either a models file or --target DIR for a single model, got both or neither; give one of them"
@@ -198,7 +192,6 @@ def plan_models(models: ModelsFile, instance: InstanceName = None, as_json: AsJs
 
 
 def _plan_table(planned: Plan) -> Table:
-    """One line for each process."""
     table = Table(title=f"plan for {planned.instance.name}", title_justify="left")
     for column in ("", "model", "role", "cores", "tp", "MiB/core", "of", "CPUs"):
         table.add_column(column, justify="right" if column in ("tp", "MiB/core", "of") else "left")
@@ -232,16 +225,12 @@ def list_models(url: Url = _HERE, api_key: Key = None, as_json: AsJson = False) 
     if as_json:
         typer.echo(json.dumps(models))
         return
-    table = Table()
-    for column in ("model", "state", "load", "pinned", "running", "idle, s", "unloaded after, s"):
-        table.add_column(column)
+    rows = []
     for one in models:
         after = "" if one["idle_ttl_s"] is None else f"{one['idle_ttl_s']:g}"
         pinned = "yes" if one["pinned"] else ""
-        table.add_row(
-            one["name"], one["state"], one["load"], pinned, str(one["running"]), f"{one['idle_s']:.0f}", after
-        )
-    console.out().print(table)
+        rows.append((one["name"], one["state"], one["load"], pinned, one["running"], f"{one['idle_s']:.0f}", after))
+    console.table("model", "state", "load", "pinned", "running", "idle, s", "unloaded after, s", rows=rows)
 
 
 @app.command()
@@ -275,11 +264,7 @@ def _act(action: str, body: Mapping[str, object], *, url: str, api_key: str | No
 
 
 def _ask(url: str, api_key: str | None, action: str = "", *, body: Mapping[str, object] | None = None) -> Any:
-    """Return the response of the service.
-
-    Raises:
-        WorkerError: nobody answers, or the service refuses.
-    """
+    """The response of the service; WorkerError: there is none, or a refusal."""
     headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {api_key}"} if api_key else {})
     address = url.rstrip("/").removesuffix("/v1") + _ROUTE + (f"/{action}" if action else "")
     try:

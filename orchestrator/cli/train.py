@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import signal
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,6 +28,7 @@ from paceline.eagle.config import EagleHeadOptions, EagleTraining
 from paceline.heads.options import EVAL_SAMPLES, BlockTraining, CachedTextOptions
 from paceline.medusa.config import MedusaConfig, MedusaTexts, MedusaTraining
 from paceline.outputs import GenerationResult
+from paceline.registry import resolve
 from paceline.text.chat import chat_answers
 from paceline.text.tokenizer import load_tokenizer, prompt_ids
 
@@ -36,19 +37,11 @@ if TYPE_CHECKING:
 
     from paceline.auto import SamplingDecoder
     from paceline.heads.features import Conversation, PartProgress, TrainingData
-    from paceline.heads.trainer import Progress
     from paceline.medusa import search
     from paceline.medusa.drafter import MedusaDrafter
 
 _STOPPED = "stopped before the end: run the same command again to resume"
 
-Data = Annotated[
-    list[Path],
-    typer.Option(
-        help="Training data: text, .bin with token ids, .jsonl with chats, a trace, or a folder of SpecForge's or "
-        "speculators' hidden states; repeatable."
-    ),
-]
 DataDtype = Annotated[str | None, typer.Option(help="Token id type of .bin files without a header: uint16 or uint32.")]
 
 app = typer.Typer()
@@ -56,16 +49,35 @@ app = typer.Typer()
 
 @dataclass(frozen=True, slots=True)
 class TrainingFiles:
-    """Folders of a training, and the type of its data."""
+    """Target, data and folders of a training, and how its result is printed."""
 
+    target: TargetFolder
+    data: Annotated[
+        tuple[Path, ...],
+        typer.Option(
+            help="Training data: text, .bin with token ids, .jsonl with chats, a trace, or a folder of SpecForge's or "
+            "speculators' hidden states; repeatable."
+        ),
+    ]
     out: Annotated[Path, typer.Option(help="Folder for the trained heads.")]
     work_dir: Annotated[Path | None, typer.Option(help="Folder for intermediate files. Default: OUT/work.")] = None
     data_dtype: DataDtype = None
+    as_json: AsJson = False
+
+    def read(self) -> TrainingData:
+        return training_data(self.data, self.target, dtype=self.data_dtype)
 
     def make_work(self) -> Path:
-        """Make the folders. -> that of intermediate files; errors as `_results`"""
+        """Make the folders. -> that of intermediate files"""
         _results(self.out)
         return _results(self.work_dir or self.out / "work")
+
+    def show(self, title: str, found: dict[str, object] | None) -> None:
+        """Print what was measured; None: exit as unfinished."""
+        if found is None:
+            console.say(console.err(), _STOPPED)
+            raise typer.Exit(console.UNFINISHED)
+        console.values(title, found, as_json=self.as_json)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,31 +98,22 @@ class MedusaHeadOptions:
 
 
 @command(app, "medusa")
-def medusa(
-    target: TargetFolder,
-    data: Data,
-    files: TrainingFiles,
-    *,
-    heads: MedusaHeadOptions,
-    texts: MedusaTexts,
-    training: MedusaTraining,
-    as_json: AsJson = False,
-) -> None:
+def medusa(files: TrainingFiles, *, heads: MedusaHeadOptions, texts: MedusaTexts, training: MedusaTraining) -> None:
     """Train Medusa heads on a frozen target, and print how often each head is right."""
     with console.refusals():
-        sizes = ModelConfig.from_pretrained(target)
+        sizes = ModelConfig.from_pretrained(files.target)
         config = MedusaConfig(
-            heads.heads, heads.layers, sizes.hidden_size, sizes.vocab_size, heads.tie_lm_head, base=target.name
+            heads.heads, heads.layers, sizes.hidden_size, sizes.vocab_size, heads.tie_lm_head, base=files.target.name
         )
         texts.check_room(sizes.max_position_embeddings, config.heads)
-        stream, work = training_data(data, target, dtype=files.data_dtype).stream, files.make_work()
+        given, work = files.read(), files.make_work()
         from paceline.heads.frozen_model import FrozenTarget
         from paceline.heads.trainer import distributed
         from paceline.medusa import train
 
         with distributed(training.device), _reports("training Medusa heads") as report, _until_terminated():
-            frozen = FrozenTarget(target, precision=training.precision, device=training.device)
-            states = train.gather(frozen, stream, texts, work=work, report=report)
+            frozen = FrozenTarget(files.target, precision=training.precision, device=training.device)
+            states = train.gather(frozen, given, texts, work=work, report=report)
             accuracy = train.train(
                 frozen,
                 config,
@@ -121,11 +124,8 @@ def medusa(
                 prompt=texts.prompt_length,
                 report=report,
             )
-    if accuracy is None:
-        console.say(console.err(), _STOPPED)
-        raise typer.Exit(console.UNFINISHED)
-    found = {"heads": heads.heads, "places": accuracy.places, "top": accuracy.top()}
-    console.values("top-1 and top-10 by head", found, as_json=as_json)
+    found = None if accuracy is None else {"heads": heads.heads, "places": accuracy.places, "top": accuracy.top()}
+    files.show("top-1 and top-10 by head", found)
 
 
 @contextmanager
@@ -164,11 +164,7 @@ def _until_terminated() -> Iterator[None]:
 
 
 def _results(folder: Path) -> Path:
-    """Make a folder for results, before there are any.
-
-    Raises:
-        ConfigurationError: it cannot be made.
-    """
+    """Make a folder for results, before there are any, or raise ConfigurationError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -178,7 +174,7 @@ def _results(folder: Path) -> Path:
     return folder
 
 
-def token_stream(paths: list[Path], target: Path, *, dtype: str | None = None) -> np.ndarray:
+def token_stream(paths: Sequence[Path], target: Path, *, dtype: str | None = None) -> np.ndarray:
     """All tokens of files, end to end, as [n] int32. Folders are read for .py, .txt and .md.
 
     ``dtype``: of ids in .bin files without a header (`paceline.decoder.token_files`).
@@ -224,7 +220,7 @@ def _files(path: Path) -> list[Path]:
     return [path]
 
 
-def training_data(paths: list[Path], target: Path, *, dtype: str | None = None) -> TrainingData:
+def training_data(paths: Sequence[Path], target: Path, *, dtype: str | None = None) -> TrainingData:
     """Read conversations (.jsonl files and traces), a folder of hidden states, or a stream (`token_stream`).
 
     Raises:
@@ -298,115 +294,59 @@ def _messages(row: dict[str, Any]) -> list[dict[str, str]]:
 
 def _train(
     label: str,
-    target: Path,
-    data: list[Path],
-    *,
+    trainer: str,
     files: TrainingFiles,
-    device: str,
+    *,
+    head: EagleHeadOptions | DFlashHeadOptions | PardOptions,
     check: Callable[[ModelConfig], None],
-    train: Callable[[TrainingData, Path, Progress], list[float] | None],
-    as_json: bool,
+    texts: CachedTextOptions,
+    training: BlockTraining | EagleTraining,
 ) -> None:
-    """Read the data, train, and print the acceptance: greedy chains of 1, 2, ... right drafts."""
+    """Read the data, train, and print the acceptance. ``trainer``: path of the function that trains such a head."""
     with console.refusals():
-        given = training_data(data, target, dtype=files.data_dtype)
-        check(ModelConfig.from_pretrained(target))
+        given = files.read()
+        check(ModelConfig.from_pretrained(files.target))
         work = files.make_work()
         from paceline.heads.trainer import distributed, rank
 
-        with distributed(device), _reports(f"training {label}") as report, _until_terminated():
-            shares = train(given, work, lambda done, steps, loss: report(f"training, loss {loss:.3f}", done, steps))
+        with distributed(training.device), _reports(f"training {label}") as report, _until_terminated():
+            shares = resolve(trainer)(
+                files.target,
+                given,
+                head,
+                texts=texts,
+                options=training,
+                work=work,
+                out=files.out,
+                report=lambda done, steps, loss: report(f"training, loss {loss:.3f}", done, steps),
+            )
             if rank():
                 return
-    if shares is None:
-        console.say(console.err(), _STOPPED)
-        raise typer.Exit(console.UNFINISHED)
-    console.values(label, {"greedy chains": shares}, as_json=as_json)
+    version = {"version": head.version} if isinstance(head, EagleHeadOptions) else {}
+    files.show(label, None if shares is None else {**version, "greedy chains": shares})
 
 
 @command(app, "eagle")
-def eagle(
-    target: TargetFolder,
-    data: Data,
-    files: TrainingFiles,
-    *,
-    head: EagleHeadOptions,
-    texts: CachedTextOptions,
-    training: EagleTraining,
-    as_json: AsJson = False,
-) -> None:
+def eagle(files: TrainingFiles, *, head: EagleHeadOptions, texts: CachedTextOptions, training: EagleTraining) -> None:
     """Train an EAGLE head on a frozen target, and print its acceptance: greedy chains of 1, 2, ... right drafts."""
-    from paceline.eagle import train
+    from paceline.eagle.train import check
 
-    def run(given: TrainingData, work: Path, report: Progress) -> list[float] | None:
-        return train.train(target, given, head, texts=texts, options=training, work=work, out=files.out, report=report)
-
-    label = f"an EAGLE-{head.version} head"
-    _train(
-        label,
-        target,
-        data,
-        files=files,
-        device=training.device,
-        check=partial(train.check, head, texts),
-        train=run,
-        as_json=as_json,
-    )
+    label, own = f"an EAGLE-{head.version} head", partial(check, head, texts)
+    _train(label, "paceline.eagle.train:train", files, head=head, check=own, texts=texts, training=training)
 
 
 @command(app, "dflash")
-def dflash(
-    target: TargetFolder,
-    data: Data,
-    files: TrainingFiles,
-    *,
-    head: DFlashHeadOptions,
-    texts: CachedTextOptions,
-    training: BlockTraining,
-    as_json: AsJson = False,
-) -> None:
+def dflash(files: TrainingFiles, *, head: DFlashHeadOptions, texts: CachedTextOptions, training: BlockTraining) -> None:
     """Train a DFlash head on a frozen target, and print its acceptance: blocks with 1, 2, ... right drafts."""
-
-    def run(given: TrainingData, work: Path, report: Progress) -> list[float] | None:
-        from paceline.draft.dflash.train import train_dflash
-
-        return train_dflash(target, given, head, texts=texts, options=training, work=work, out=files.out, report=report)
-
-    _train(
-        "a DFlash head", target, data, files=files, device=training.device, check=head.check, train=run, as_json=as_json
-    )
+    path = "paceline.draft.dflash.train:train_dflash"
+    _train("a DFlash head", path, files, head=head, check=head.check, texts=texts, training=training)
 
 
 @command(app, "pard")
-def pard(
-    target: TargetFolder,
-    data: Data,
-    files: TrainingFiles,
-    *,
-    decoder: PardOptions,
-    texts: CachedTextOptions,
-    training: BlockTraining,
-    as_json: AsJson = False,
-) -> None:
+def pard(files: TrainingFiles, *, decoder: PardOptions, texts: CachedTextOptions, training: BlockTraining) -> None:
     """Train a PARD decoder on a frozen target, and print its acceptance: blocks with 1, 2, ... right drafts."""
-
-    def run(given: TrainingData, work: Path, report: Progress) -> list[float] | None:
-        from paceline.draft.pard_train import train_pard
-
-        return train_pard(
-            target, given, decoder, texts=texts, options=training, work=work, out=files.out, report=report
-        )
-
-    _train(
-        "a PARD decoder",
-        target,
-        data,
-        files=files,
-        device=training.device,
-        check=decoder.check,
-        train=run,
-        as_json=as_json,
-    )
+    path = "paceline.draft.pard_train:train_pard"
+    _train("a PARD decoder", path, files, head=decoder, check=decoder.check, texts=texts, training=training)
 
 
 @app.command(name="convert-eagle")
@@ -564,7 +504,7 @@ def _prompts(target: Path, tree: TreeOptions) -> list[list[int]]:
     if tree.prompts is None:
         from paceline.heads.features import cut
 
-        stream = token_stream(list(tree.data or ()), target, dtype=tree.data_dtype)
+        stream = token_stream(tree.data or (), target, dtype=tree.data_dtype)
         return [[int(token) for token in row] for row in cut(stream, tree.eval_samples, _PROMPT, seed=1).tolist()]
     tokenizer = load_tokenizer(target)
     texts = read_prompts(tree.prompts)[: tree.eval_samples]

@@ -148,7 +148,6 @@ class Exploration:
         self._after, self._since, self.left = max(EXPLORE_AFTER[0], self._after // 2), 0, 0
 
     def ran(self, rounds: int) -> None:
-        """Count rounds that were run."""
         self.left = max(0, self.left - rounds)
 
     def instead(self, length: int, draft_lengths: Sequence[int]) -> int:
@@ -295,7 +294,6 @@ class DraftLengthController:
         self._recorded.append((length, requested, accepted, seconds, rows))
 
     def _learn(self) -> None:
-        """Take in all that was recorded."""
         self._exploration.ran(len(self._recorded))
         for length, requested, accepted, seconds, rows in self._recorded:
             steps = 1 + max(accepted) if length == 0 else 1
@@ -346,7 +344,6 @@ class History:
         self.asked, self.proposed = DECAY * self.asked, DECAY * self.proposed
 
     def count(self, asked: int, proposed: int, accepted: int) -> None:
-        """Add a proposal."""
         decided = min(asked, accepted + 1)
         self.asked, self.proposed = self.asked + decided, self.proposed + min(proposed, decided)
         for place in range(min(proposed, decided)):
@@ -406,7 +403,6 @@ class Pace:
         self._rounds_left = 0  # rows were allotted to the request before it in this slot
 
     def move(self, slot: int, to: int) -> None:
-        """The request in a slot has gone to another one."""
         self._own[to] = self._own.pop(slot, History(self._positions))
         if slot in self._lagging:
             self._lagging.remove(slot)
@@ -486,7 +482,6 @@ class Pace:
             remaining = [left - len(tokens) for left, tokens in zip(remaining, report.tokens, strict=True)]
 
     def _count(self, asked: list[int], proposed: list[int], accepted: list[int]) -> None:
-        """Take in a round with drafts."""
         self._rounds_left -= 1
         self._all.fade()
         for slot in self._seated:

@@ -94,7 +94,6 @@ class Slot:
 
     @property
     def remaining(self) -> int:
-        """Maximum number of tokens that may still come."""
         return self.request.max_length - len(self.text)
 
     def append(self, token: int) -> FinishReason | None:
@@ -132,12 +131,10 @@ class Slot:
         return len(tokens), None
 
     def take_appended(self) -> int:
-        """Return how many tokens `append` has added since the last commit."""
         count, self._appended = self._appended, 0
         return count
 
     def _reason_to_end(self, token: int) -> FinishReason | None:
-        """Return why the sequence stops with its last token, or None."""
         request = self.request
         if token in request.eos:
             return "stop"
@@ -149,7 +146,6 @@ class Slot:
         return "length" if reason is None and len(self.text) >= request.max_length else reason
 
     def fail(self, error: RequestError) -> None:
-        """Stop the sequence with an error, without another token."""
         self.error = error
 
 
@@ -275,7 +271,6 @@ class Batch:
         return None if to > last else (last, to, len(seated.text))
 
     def move(self, slot: int, to: int) -> None:
-        """The request in a slot has gone to a free one."""
         self.slots[to], self.slots[slot] = self.slots[slot], None
         self.active.remove(slot)
         insort(self.active, to)
@@ -291,13 +286,11 @@ class Batch:
         self._set_commit(slot, 0, self._first_idle(slot))
 
     def abort(self, indices: Collection[int]) -> None:
-        """Free the slots of these requests, where they have one."""
         for slot, seated in enumerate(self.slots):
             if seated is not None and seated.request.index in indices:
                 self._free(slot)
 
     def clear(self) -> None:
-        """Free all slots."""
         self.abort([seated.request.index for seated in self.slots if seated is not None])
 
     def limits(self, *, single: bool = False) -> RoundLimits:
@@ -330,7 +323,6 @@ class Batch:
         self._stale = False
 
     def _requests_changed(self) -> None:
-        """Recompute values that depend on the current requests."""
         seated = [slot for slot in self.slots if slot is not None]
         kind = widest(slot.kind for slot in seated if slot.kind is not None)
         if kind != self.sampling.kind:
@@ -392,7 +384,6 @@ class Batch:
         self._set_commit(slot, 0, self._first_idle(slot))
 
     def _set_commit(self, slot: int, token: int, first_row: int) -> None:
-        """Set one committed token in a slot."""
         commit = self.commit
         commit.tokens[slot] = PAD
         commit.tokens[slot, 0] = token

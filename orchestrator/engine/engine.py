@@ -52,7 +52,6 @@ class ListQueue:
         return self._waiting.popleft() if self._waiting else None
 
     def take_aborted(self) -> Collection[int]:
-        """Return no index: requests cannot be aborted."""
         return ()
 
 
@@ -169,6 +168,5 @@ class Engine:
         return outputs
 
     def _finish_requests(self, batch: Batch) -> None:
-        """Tell the rounds which requests have left their slots."""
         while batch.freed:
             self.rounds.finish_request(batch.freed.pop(0))

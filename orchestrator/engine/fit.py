@@ -84,10 +84,8 @@ class DraftFit:
             log.warning("%s", self.warning)
 
     def plain(self, seconds: float) -> None:
-        """Record the time of a plain step."""
         self._plain.append(seconds)
 
     def __str__(self) -> str:
-        """Say what was seen."""
         pays = max(LEAST_GAIN, self.needed or 0.0)
         return f"{self.gained:.2f} accepted tokens a draft in {self._drafts} drafts, and rounds pay from {pays:.2f} on"

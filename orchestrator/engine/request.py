@@ -78,7 +78,6 @@ class LogitsRules:
 
     @property
     def idle(self) -> bool:
-        """Whether the logits stay what they are."""
         numbers = self.presence_penalty or self.frequency_penalty or (self.min_tokens and self.eos)
         return self.processor is None and self.grammar is None and not self.logit_bias and not numbers
 
@@ -129,7 +128,6 @@ class Request:
 
     @property
     def on_host(self) -> bool:
-        """Whether its tokens have to be decided on the host."""
         return self.rules is not None or self.output_scores or self.num_logprobs is not None
 
     @classmethod
@@ -191,7 +189,6 @@ class Request:
 
 
 def _check_lists_and_drafter(params: SamplingParams, count: int, drafters: Sequence[str]) -> None:
-    """Raise SamplingError for a list without one entry for each prompt, and for a drafter that is not among these."""
     for name in ("use_speculation", "seed"):
         value = getattr(params, name)
         if isinstance(value, (list, tuple)) and len(value) != count:
@@ -203,7 +200,6 @@ def _check_lists_and_drafter(params: SamplingParams, count: int, drafters: Seque
 
 
 def _end_ids(params: SamplingParams, limits: TargetLimits) -> frozenset[int]:
-    """Return the ids that stop a sequence; raise SamplingError for one that the model has not."""
     eos, ids = params.eos_token_id, limits.eos_token_ids
     if eos is not None:
         ids = tuple(map(int, eos if isinstance(eos, Sequence) else (eos,)))
@@ -219,21 +215,18 @@ def _stop_strings(params: SamplingParams) -> StopStrings | None:
 
 
 def _criteria(given: Sequence[Criterion]) -> tuple[Criterion, ...]:
-    """Return the stopping criteria; raise SamplingError for one that reads scores."""
     if (reader := next(filter(reads_scores, given), None)) is not None:
         raise no_scores(reader)
     return tuple(given)
 
 
 def _check_ids(name: str, ids: Iterable[int], limits: TargetLimits, *, remedy: str) -> None:
-    """Raise SamplingError for an id that the model has not."""
     if (bad := next((token for token in ids if not 0 <= token < limits.vocab_size), None)) is not None:
         size = limits.vocab_size
         raise SamplingError(f"{name}: expected ids of the vocabulary of {size}, got {bad}; {remedy}", param=name)
 
 
 def _rules(params: SamplingParams, limits: TargetLimits, eos: frozenset[int]) -> LogitsRules | None:
-    """Return the logits rules of a request; None if it has none."""
     processor: Processor | None = processor_list(  # type: ignore[assignment]  # its call is annotated wider
         params.logits_processor,
         repetition_penalty=params.repetition_penalty,
@@ -255,7 +248,6 @@ def _rules(params: SamplingParams, limits: TargetLimits, eos: frozenset[int]) ->
 
 
 def _grammar(output: StructuredOutput, params: SamplingParams, limits: TargetLimits, *, eos: frozenset[int]) -> Grammar:
-    """The compiled grammar of what the output must be."""
     eos = frozenset(token for token in eos if 0 <= token < limits.vocab_size)
     wrong = None
     if params.tokenizer is None:
@@ -271,7 +263,6 @@ def _grammar(output: StructuredOutput, params: SamplingParams, limits: TargetLim
 
 
 def _prediction(params: SamplingParams, limits: TargetLimits) -> tuple[int, ...]:
-    """The predicted output as ids."""
     assert params.prediction
     if limits.prediction_refusal is not None:
         raise ConfigurationError(limits.prediction_refusal)
@@ -288,7 +279,6 @@ def _prediction(params: SamplingParams, limits: TargetLimits) -> tuple[int, ...]
 
 
 def _prompts(input_ids: InputIds, attention_mask: Tensor | None, *, vocab_size: int) -> list[tuple[int, ...]]:
-    """Prompts as tuples of ids, without padding."""
     if is_tensor(input_ids):
         import torch
 
@@ -321,11 +311,6 @@ def _prompts(input_ids: InputIds, attention_mask: Tensor | None, *, vocab_size: 
 
 
 def _rows_of_ids(value: object) -> list[list[int]]:
-    """Prompts from a sequence of sequences of ids.
-
-    Raises:
-        PromptError: it has another type, or an item is not an integer.
-    """
     if hasattr(value, "keys"):
         raise PromptError(
             "input_ids: expected a LongTensor [B, S] or a list of lists of ids, got a mapping, as tokenizers return "

@@ -111,7 +111,6 @@ class Rounds:
         return first
 
     def finish_request(self, slot: int) -> None:
-        """A request has left its slot: tell both sides."""
         self._requests_changed()
         self._seated.discard(slot)
         self.drafter.finish_request(slot)
@@ -197,7 +196,6 @@ class Rounds:
 
 
 def _too_long(drafter: Drafter, limits: RoundLimits) -> bool:
-    """Return whether a sequence is longer than the drafter can follow."""
     return drafter.max_positions is not None and limits.max_rows > drafter.max_positions
 
 

@@ -285,9 +285,7 @@ class SamplingParams:
         return frozenset(one.name for one in fields(cls) if one.metadata["in_process"])
 
     def sampling_of(self, row: int, copy: int = 0) -> Sampling:
-        """Return the sampling of one continuation of a prompt. All values are checked, even if it is greedy and uses
-        none.
-        """
+        """Return the sampling of one continuation of a prompt; a greedy one has its other values checked, too."""
         assert self.seed is not None, "it was drawn when this was made"
         if isinstance(self.seed, Sequence):
             seed = row_seed(self.seed[row], copy)
@@ -324,7 +322,6 @@ class SamplingParams:
 
 
 def _check_processors(repetition_penalty: float | None, no_repeat_ngram_size: int | None) -> None:
-    """Raise SamplingError if a value is out of range."""
     if repetition_penalty is not None and not 0 < repetition_penalty < math.inf:
         raise SamplingError(
             f"repetition_penalty: expected a positive number, got {repetition_penalty}; 1 switches it off"
@@ -344,11 +341,7 @@ def processor_list(
     """Hugging Face logits processors in the order `generate` applies them: penalties first, then the user's own; None
     if there is nothing to do.
 
-    Their module is imported in this function: it takes half of PyTorch's import time, which every worker would wait
-    for.
-
-    Raises:
-        SamplingError: a value is out of range.
+    Their module is imported in this function: it takes half of PyTorch's import time.
     """
     if not custom and repetition_penalty in (None, 1.0) and not no_repeat_ngram_size:
         return None
@@ -370,7 +363,6 @@ def _kinds() -> list[tuple[str, _Kind]]:
 
 
 def _check_bias(bias: Mapping[int, float]) -> None:
-    """Raise SamplingError for a bias that is not within -100 and 100, as OpenAI's API has it."""
     for token, value in bias.items():
         if not -_MOST_BIAS <= value <= _MOST_BIAS:
             raise SamplingError(
@@ -395,7 +387,6 @@ def _fits_a_float(value: Real) -> bool:
 
 
 def shown(value: object) -> str:
-    """A value as messages show it."""
     if is_tensor(value):
         return f"a tensor of shape {list(value.shape)}"
     text = repr(value)

@@ -33,7 +33,6 @@ def stopped_by(criteria: Sequence[Criterion], text: Sequence[int]) -> FinishReas
 
 
 def no_scores(criterion: Criterion) -> SamplingError:
-    """The refusal of a criterion that reads scores."""
     name = getattr(criterion, "__qualname__", type(criterion).__name__)
     return SamplingError(
         f"stopping_criteria_list: {name} reads scores, which criteria do not receive (None, as in `generate` "

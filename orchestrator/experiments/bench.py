@@ -43,7 +43,6 @@ def _name(cell: Cell) -> str:
 
 
 def run_engine(engine: Engine, prompts: Prompts, plain: Sequence[Row]) -> list[Row]:
-    """Return the rows of another engine, compared with those of plain decoding."""
     engine(list(prompts.rows[0].ids))
     rows: list[Row] = []
     for prompt, other in zip(prompts.rows, plain, strict=True):
@@ -56,9 +55,7 @@ def run_engine(engine: Engine, prompts: Prompts, plain: Sequence[Row]) -> list[R
 
 
 def figures(rows: Sequence[Row]) -> dict[str, Any]:
-    """Figures of some rows for JSON. A round's time is that of drafting and verification, without the loop around
-    them.
-    """
+    """Figures of some rows for JSON. A round is drafting and verification, without the loop around them."""
     groups = list({row["group"]: row for row in rows}.values())
     tokens, seconds = sum(row["new_tokens"] for row in rows), _sum(groups, "seconds")
     found: dict[str, Any] = {"tokens_per_second": round(tokens / seconds, 2)}
@@ -160,8 +157,6 @@ def hugging_face(target: str, draft: str | None, max_new_tokens: int) -> Iterato
 
 
 def transformers_engine(model: PreTrainedModel, assistant: PreTrainedModel | None, max_new_tokens: int) -> Engine:
-    """`generate` of transformers."""
-
     def run(row: list[int]) -> list[int]:
         ids = torch.tensor([row])
         with torch.no_grad():

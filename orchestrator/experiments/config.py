@@ -54,12 +54,11 @@ class _Strict(BaseModel):
 
 
 def _apart(values: Any, **parts: frozenset[str]) -> Any:
-    """Keys of a file, those of each part in a separate mapping."""
     if not isinstance(values, Mapping):
         return values
-    values = renamed(values)
-    own = {key: value for key, value in values.items() if not any(key in keys for keys in parts.values())}
-    found = {name: {key: values[key] for key in keys if values.get(key) is not None} for name, keys in parts.items()}
+    with renamed(values) as named:
+        own = {key: value for key, value in named.items() if not any(key in keys for keys in parts.values())}
+    found = {name: {key: named[key] for key in keys if named.get(key) is not None} for name, keys in parts.items()}
     return {**own, **{name: given for name, given in found.items() if name not in own}}
 
 
@@ -90,10 +89,7 @@ Speculative = Annotated[Mapping[str, Any], AfterValidator(_checked_speculative)]
 
 
 class TargetEntry(_Strict):
-    """A target with its loading options; others are those of the experiment.
-
-    load  the given keys of `LoadOptions`; in a file they are at the same level as the others
-    """
+    """A target with its loading options, others than those of the experiment: in a file they are at its own level."""
 
     path: str
     name: str | None = None
@@ -106,14 +102,12 @@ class TargetEntry(_Strict):
 
     @property
     def label(self) -> str:
-        """Name in tables."""
         return self.name or Path(self.path).name or self.path
 
 
 class DrafterEntry(_Strict):
     """A drafter of the grid in the grammar of `paceline.draft_spec`, a list of them, or ``none`` for plain decoding.
-
-    speculative  the given keys of `SpeculativeConfig`; in a file they are at the same level as the others
+    Its keys of `SpeculativeConfig` are at its own level in a file.
     """
 
     draft: Any
@@ -137,17 +131,14 @@ class DrafterEntry(_Strict):
 
     @property
     def label(self) -> str:
-        """Name in tables."""
         return self.name or "+".join(str(spec) for spec in parse_draft(self.draft)) or "none"
 
     @property
     def vocabulary(self) -> str:
-        """How a draft of another tokenizer is used."""
         return str(self.speculative.get("vocabulary", "same"))
 
     @property
     def plain(self) -> bool:
-        """Whether nothing is drafted."""
         return not parse_draft(self.draft)
 
 
@@ -164,7 +155,6 @@ class SamplingEntry(_Strict):
 
     @property
     def keys(self) -> dict[str, Any]:
-        """Those that are given, for `SamplingParams.asked`."""
         return {"temperature": self.temperature, **self.params}
 
     @property
@@ -176,9 +166,8 @@ class SamplingEntry(_Strict):
 
 
 class PromptSet(_Strict):
-    """Prompts from a file or a folder.
-
-    ``chat``: apply the target's chat template; ``auto``: if it has one and the file holds questions.
+    """Prompts from a file or a folder. ``chat``: apply the target's template; ``auto``: if there is one and these are
+    questions.
     """
 
     path: str
@@ -192,7 +181,6 @@ class PromptSet(_Strict):
 
     @property
     def label(self) -> str:
-        """Name in tables."""
         return self.name or Path(self.path).stem
 
 
@@ -264,7 +252,6 @@ class ExperimentConfig(_Strict):
 
 
 def load_options(config: ExperimentConfig, target: TargetEntry) -> dict[str, Any]:
-    """The keys of `LoadOptions` that are given for a target."""
     return {**config.load, **target.load}
 
 
@@ -278,11 +265,7 @@ def speculative_options(config: ExperimentConfig, cell: Cell) -> dict[str, Any]:
 
 
 def load_config(path: Path) -> ExperimentConfig:
-    """Read the experiment of a YAML file. Paths in it are relative to the working directory.
-
-    Raises:
-        ConfigurationError: it cannot be read, or a key is unknown or out of range.
-    """
+    """Read a YAML file, or raise ConfigurationError. Paths in it are relative to the working directory."""
     import yaml
 
     try:
@@ -297,11 +280,7 @@ def load_config(path: Path) -> ExperimentConfig:
 
 
 def parse_config(values: dict[str, Any], where: str) -> ExperimentConfig:
-    """Make an experiment from plain values; ``where`` is their name in errors.
-
-    Raises:
-        ConfigurationError: a key is unknown or out of range.
-    """
+    """Make an experiment from plain values, or raise ConfigurationError; ``where`` is their name in errors."""
     try:
         return ExperimentConfig(**values)
     except ValidationError as error:
@@ -321,7 +300,6 @@ def parse_config(values: dict[str, Any], where: str) -> ExperimentConfig:
 
 
 def digest(value: str | bytes) -> str:
-    """A short name for what is in a text."""
     return hashlib.sha256(value.encode() if isinstance(value, str) else value).hexdigest()[:16]
 
 
@@ -355,7 +333,6 @@ class Cell:
         }
 
     def title(self) -> str:
-        """One line."""
         depth = "" if self.k is None else f" k={self.k if not isinstance(self.k, tuple) else list(self.k)}"
         rule = "" if self.acceptor == "match" else f", {self.acceptor}"
         return (
@@ -408,11 +385,7 @@ def cell_key(cell: Cell, config: ExperimentConfig, *, prompts: str, models: tupl
 
 
 def fingerprint(path: str) -> str:
-    """Return a digest of a checkpoint's files: whole configurations, and of other files names, sizes and both ends.
-
-    Raises:
-        CheckpointError: the folder or file does not exist.
-    """
+    """Digest of whole configurations and, of other files, names, sizes and both ends, or CheckpointError."""
     place = checkpoint_path(path)
     if not place.exists():
         raise CheckpointError(f"{path}: expected a folder, a GGUF file or a fetched model, got neither; check the path")
@@ -440,11 +413,7 @@ def model_paths(cell: Cell) -> tuple[str, ...]:
 
 
 def check_models(config: ExperimentConfig) -> dict[str, str]:
-    """Return the fingerprint of every checkpoint of an experiment, by its path.
-
-    Raises:
-        CheckpointError: one of them does not exist.
-    """
+    """Fingerprint of every checkpoint of an experiment, by its path; CheckpointError: one does not exist."""
     paths = {path: None for cell in cells(config) for path in model_paths(cell)}
     missing = [path for path in paths if not Path(checkpoint_path(path)).exists()]
     if missing:
@@ -455,7 +424,6 @@ def check_models(config: ExperimentConfig) -> dict[str, str]:
 
 
 def checkpoint_bytes(path: str) -> int:
-    """Size of a checkpoint's files."""
     place = checkpoint_path(path)
     files = place.iterdir() if place.is_dir() else parts(place)
     return sum(file.stat().st_size for file in files if not place.is_dir() or (file.is_file() and not is_gguf(file)))

@@ -55,13 +55,11 @@ class Acceptance:
 
     @classmethod
     def pooled(cls, parts: Sequence[Acceptance]) -> Acceptance:
-        """Return the acceptance of several requests together."""
         drafts = tuple(draft for part in parts for draft in part.drafts)
         return cls(drafts, sum(part.num_rounds for part in parts), sum(part.new_tokens for part in parts))
 
     @property
     def num_drafts(self) -> int:
-        """Verifications in which something was drafted."""
         return len(self.drafts)
 
     @property
@@ -105,7 +103,6 @@ class Acceptance:
         return 1 + _ratio(self.num_accepted_tokens, self.num_rounds)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON: all figures by their names."""
         return {
             "new_tokens": self.new_tokens,
             "num_rounds": self.num_rounds,
@@ -121,7 +118,6 @@ class Acceptance:
 
     @property
     def positions(self) -> tuple[Position, ...]:
-        """Acceptance at every position of a draft, the first one first."""
         deepest = max((draft.drafted for draft in self.drafts), default=0)
         return tuple(self._position(index) for index in range(deepest))
 
@@ -164,9 +160,7 @@ class Position:
 
     @property
     def of_drafted(self) -> float:
-        """Accepted over the drafts that had a token at this position; equal to ``unconditional`` if all have one
-        length.
-        """
+        """Accepted over the drafts that had a token at this position."""
         return _ratio(self.accepted, self.drafted)
 
     @property

@@ -25,9 +25,7 @@ from paceline.text.tokenizer import load_tokenizer
 
 
 def spec_bench(result: CellResult, tokenizer: Decodes) -> Iterator[dict[str, Any]]:
-    """Return one answer for every prompt. ``accept_lengths`` include the target's token; rounds without a draft are
-    1.
-    """
+    """One answer for every prompt. ``accept_lengths`` include the target's token; rounds without a draft are 1."""
     for row in result.rows:
         lengths = [accepted + 1 for accepted in row["per_step_accepted"]]
         lengths += [1] * (row["num_rounds"] - row["num_drafts"])
@@ -51,7 +49,6 @@ def spec_bench(result: CellResult, tokenizer: Decodes) -> Iterator[dict[str, Any
 
 
 def aiperf(result: CellResult) -> Iterator[dict[str, Any]]:
-    """One record for every prompt."""
     for row in result.rows:
         figures = acceptance_of([row])
         histogram = {str(length): count for length, count in enumerate(figures.histogram) if count}
@@ -93,14 +90,12 @@ def vllm_metrics(result: CellResult) -> str:
 
 
 def read_records(path: Path) -> list[tuple[str, Acceptance]]:
-    """Read the requests of a JSON-lines file of vLLM responses or AIPerf records with per-step arrays: name and
-    acceptance.
-
-    vLLM's are in ``metrics.speculative_decoding``, AIPerf's in ``spec_decode_acceptance``.
+    """Name and acceptance of each request in JSON lines with per-step arrays: vLLM's responses
+    (``metrics.speculative_decoding``) or AIPerf's records (``spec_decode_acceptance``).
 
     Raises:
-        PromptError: the file cannot be read. ConfigurationError: a record has no per-step arrays, or they contradict
-            its counts.
+        PromptError: the file cannot be read.
+        ConfigurationError: a record has no such arrays, or they contradict its counts.
     """
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
@@ -145,7 +140,6 @@ def _counts(value: Any) -> TypeGuard[list[int]]:
 
 
 def _below(value: Any, key: str) -> Any:
-    """The value of a key, wherever it is."""
     if isinstance(value, Mapping):
         if key in value:
             return value[key]
@@ -156,11 +150,7 @@ def _below(value: Any, key: str) -> Any:
 
 
 def write_exports(folder: Path, experiment: Path, layout: str) -> list[Path]:
-    """Write one file for every successful cell of an experiment's folder.
-
-    Raises:
-        ConfigurationError: the layout or the experiment does not exist. StorageError: a file cannot be written.
-    """
+    """Write one file for every successful cell of a folder, or raise ConfigurationError or StorageError."""
     if layout not in LAYOUTS:
         raise ConfigurationError(f"layout: expected one of {', '.join(LAYOUTS)}, got {layout!r}; use one of them")
     written = []
@@ -179,7 +169,6 @@ def write_exports(folder: Path, experiment: Path, layout: str) -> list[Path]:
 
 
 def _tokenizers(experiment: Path) -> dict[str, Decodes]:
-    """Return the tokenizers of an experiment's targets, by their labels."""
     config = read_config(experiment)
     return {target.label: load_tokenizer(Path(target.path)) for target in config.targets}
 

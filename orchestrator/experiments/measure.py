@@ -64,11 +64,7 @@ class Bench(AbstractContextManager["Bench"]):
         self._release()
 
     def measure(self, cell: Cell, prompts: Prompts) -> tuple[list[Row], dict[str, Any]]:
-        """Run a cell. -> a row for every prompt, and figures of the whole
-
-        Raises:
-            PacelineError: its parts do not fit together.
-        """
+        """Run a cell, or raise PacelineError. -> a row for every prompt, and figures of the whole"""
         config, begin = self._config, perf_counter()
         generator = self.generator(cell, prompts)
         plain = self._plain(cell, prompts) if config.baseline and not cell.drafter.plain else None
@@ -106,7 +102,6 @@ class Bench(AbstractContextManager["Bench"]):
         )
 
     def generator(self, cell: Cell, prompts: Prompts) -> SpeculativeGenerator:
-        """The cell's generator, its graphs compiled."""
         config = SpeculativeConfig(**speculative_options(self._config, cell))
         prepared(config, self._found(cell, prompts))  # errors are raised before the target is loaded
         target, which = self.target(cell, prompts), self._name(cell)
@@ -149,7 +144,6 @@ class Bench(AbstractContextManager["Bench"]):
         return self.generator(alone, prompts)
 
     def _draft(self, found: Loadable) -> SamplingDecoder:
-        """A draft model, loaded once for all depths and rules."""
         if found not in self._drafts:
             self._drafts[found] = load(found)
         return self._drafts[found]
@@ -224,7 +218,7 @@ def _rows(group: Sequence[Prompt], ours: list[Timed], theirs: list[Timed], *, nu
 def _totals(
     rows: Sequence[Row], times: Sequence[tuple[float, float]], counted: Sequence[Statistics], *, wall: float
 ) -> dict[str, Any]:
-    """Figures of a whole cell. Seconds of a round are means over the rounds of the batch."""
+    """Seconds of a round are means over the rounds of the batch."""
     tokens, seconds = sum(row["new_tokens"] for row in rows), sum(ours for ours, _ in times)
     plain = sum(theirs for _, theirs in times)
     totals: dict[str, Any] = {

@@ -53,7 +53,7 @@ class RawPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt as a target reads it."""
+    """Prompt as a target reads it."""
 
     key: str
     category: str
@@ -74,11 +74,7 @@ class Prompts:
 
 
 def load_prompts(chosen: PromptSet, tokenizer: Tokenizer, vocab_size: int) -> Prompts:
-    """Return the encoded prompts of a set.
-
-    Raises:
-        PromptError: the file cannot be read, has another layout, or holds no prompt.
-    """
+    """The encoded prompts of a set, or PromptError: it cannot be read, has another layout, or is empty."""
     raw = _chosen(list(read_prompts(Path(chosen.path), chosen.layout)), chosen)
     if not raw:
         raise PromptError(
@@ -104,7 +100,6 @@ def load_prompts(chosen: PromptSet, tokenizer: Tokenizer, vocab_size: int) -> Pr
 
 
 def _chosen(raw: list[RawPrompt], chosen: PromptSet) -> list[RawPrompt]:
-    """Return the prompts that the set selects, by category and number, spread over the file."""
     if chosen.categories is not None:
         known = {row.category for row in raw}
         if unknown := [name for name in chosen.categories if name not in known]:
@@ -124,11 +119,7 @@ def _chosen(raw: list[RawPrompt], chosen: PromptSet) -> list[RawPrompt]:
 
 
 def read_prompts(path: Path, layout: PromptLayout = "auto") -> Iterator[RawPrompt]:
-    """Read the prompts of a file in any of the layouts; ``auto`` uses the file's name and its keys.
-
-    Raises:
-        PromptError: it cannot be read, or is not in the layout.
-    """
+    """Read a file in any of the layouts, or raise PromptError; ``auto`` goes by the file's name and its keys."""
     if layout == "auto":
         layout = "text" if path.is_dir() or path.suffix in (".txt", ".md") else "jsonl"
     if layout == "text":
@@ -185,7 +176,6 @@ def _text(path: Path) -> str:
 
 
 def _prompt(row: Mapping[str, Any], number: int, *, path: Path, layout: PromptLayout) -> RawPrompt:
-    """One row of JSON or Parquet, by its keys."""
     key = str(next((row[name] for name in ("question_id", "id", "session_id") if name in row), number))
     category = str(row.get("category", path.stem))
     if layout in ("auto", "jsonl") and isinstance(row.get("prompt"), str):
@@ -231,7 +221,6 @@ def _user(text: str) -> tuple[Message, ...]:
 def _warnings(
     raw: Sequence[RawPrompt], rows: Sequence[Prompt], tokenizer: Tokenizer, *, chat: bool, size: int
 ) -> Iterator[str]:
-    """Yield warnings about prompts on which acceptance is suspicious or less meaningful than it seems."""
     if later := sum(row.later_turns > 0 for row in raw):
         yield f"{later} of {len(raw)} prompts have further turns, which are left out"
     texts = [message["content"] for row in raw for message in row.messages]

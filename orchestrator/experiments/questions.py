@@ -73,7 +73,6 @@ class Policy:
 
     @property
     def label(self) -> str:
-        """For tables."""
         depth = "" if self.k is None else f" k={self.k}"
         if self.ladder:
             depth = f" k={','.join(map(str, self.ladder))}" + (", competing" if self.competes else "")
@@ -88,11 +87,7 @@ class Policy:
 
 
 def drafter_of(trace: Trace, policy: Policy) -> Drafter:
-    """Return a drafter that needs no model.
-
-    Raises:
-        ConfigurationError: a drafter was not recorded, or not at this depth.
-    """
+    """A drafter that needs no model, or ConfigurationError: one was not recorded, or not at this depth."""
     drafters = [_drafter(trace, name, policy) for name in policy.drafters]
     if policy.confidence is not None:
         _check_confidence(trace, policy)
@@ -136,7 +131,7 @@ def _drafter(trace: Trace, name: str, policy: Policy) -> Drafter:
 
 
 def _text_spec(name: str) -> DraftSpec | None:
-    """Return the drafter with that name if it needs only tokens; None: it does not exist, or needs more."""
+    """The drafter of that name if it needs only tokens, else None."""
     specs = parse_draft(name) if name.partition(":")[0] in DRAFTERS else ()
     return specs[0] if len(specs) == 1 and reads_text_alone(specs[0]) else None
 
@@ -159,7 +154,6 @@ class PolicyResult:
         return None if self.seconds is None else self.acceptance.new_tokens / self.seconds
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
         return {
             "policy": self.policy.label,
             "batch_size": self.batch_size,
@@ -172,9 +166,7 @@ class PolicyResult:
 def ask(
     trace: Trace, policy: Policy, *, batch_size: int = 1, times: RoundTimes | None = None, grouped: bool = False
 ) -> PolicyResult:
-    """Replay a policy on the sequences of a trace.
-
-    grouped  as in `paceline.experiments.replay.replay`: True to predict what ``experiment run`` measures
+    """Replay a policy on the sequences of a trace. ``grouped``: as in `replay`, to predict ``experiment run``.
 
     Raises:
         ConfigurationError: the trace has no answer, or none of its rounds was timed.
@@ -192,8 +184,8 @@ def ask(
 
 
 def _ask_ladder(trace: Trace, policy: Policy, *, batch_size: int, times: RoundTimes | None) -> PolicyResult:
-    """Depths chosen by the engine's controller from the times. A round with shorter proposals takes the same time, but
-    if requests compete for rows: a row that is not verified saves the time of one more request of plain decoding.
+    """Depths chosen by the engine's controller. A shorter proposal takes a round's time all the same; where requests
+    compete for rows, a row that is not verified saves what one more request of plain decoding costs.
     """
     if times is None:
         raise ConfigurationError("k: expected times of rounds with adaptive lengths, got none; give them (--times)")
@@ -249,7 +241,6 @@ class Regret:
         return self.choice.acceptance.num_rounds / rounds - 1
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
         rounds = {name: answer.acceptance.num_rounds for name, answer in self.fixed.items()}
         return {
             "new_tokens": self.choice.acceptance.new_tokens,
@@ -290,9 +281,8 @@ def regret(trace: Trace, names: Sequence[str] = (), *, k: int, shadow_every: int
 
 
 def search(trace: Trace, times: RoundTimes, *, batch_size: int, max_depth: int = 8) -> list[PolicyResult]:
-    """Return all points of the grid with known round times, the fastest first; plain decoding is one of them.
-
-    A timed drafter that cannot be replayed is skipped, and the reason is logged.
+    """All points of the grid with known round times, the fastest first, plain decoding among them. A timed drafter that
+    cannot be replayed is skipped with a log line.
 
     Raises:
         ConfigurationError: plain decoding was not timed at this batch size or at two others.
@@ -311,11 +301,7 @@ def search(trace: Trace, times: RoundTimes, *, batch_size: int, max_depth: int =
 
 
 def _grid(trace: Trace, name: str, max_depth: int) -> Iterator[Policy]:
-    """Return every depth at which a timed drafter can be replayed.
-
-    Raises:
-        ConfigurationError: it, or a part of it, is not recorded and needs more than tokens.
-    """
+    """Every depth at which a timed drafter can be replayed, or ConfigurationError: a part needs more than tokens."""
     recorded = {one.name: one for one in trace.drafters}
     if name in recorded:
         yield from (Policy((name,), k) for k in _depths(recorded[name], max_depth))
@@ -327,38 +313,6 @@ def _grid(trace: Trace, name: str, max_depth: int) -> Iterator[Policy]:
         if part not in recorded and _text_spec(part) is None:
             trace.drafter(part)  # its error lists the available ones
     yield from (Policy(parts, k) for k in range(1, max_depth + 1))
-
-
-def search_thresholds(
-    trace: Trace, times: RoundTimes, answers: Sequence[PolicyResult], *, batch_size: int, trials: int, seed: int = 0
-) -> list[PolicyResult]:
-    """Return the answers and those with a confidence threshold, the fastest first; among equals without a threshold
-    first.
-
-    A draft model drafts in a graph of one length, so a threshold does not reduce its time: it pays if another drafter
-    of a list then drafts. Without recorded confidences nothing is tried.
-
-    answers  of `search`; its five fastest that have a draft model with recorded confidence get thresholds
-    trials   thresholds to try, by Parzen estimators (TPE, Bergstra et al., 2011)
-    """
-    known = {one.name for one in trace.drafters if one.confidences is not None}
-    bases = [one.policy for one in answers if known.intersection(one.policy.drafters)][:5]
-    if not bases or not trials:
-        return list(answers)
-    import optuna
-
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed))
-    found: list[PolicyResult] = []
-
-    def speed(trial: optuna.Trial) -> float:
-        base = bases[trial.suggest_categorical("policy", list(range(len(bases))))]
-        policy = replace(base, confidence=trial.suggest_float("confidence", 0.0, 1.0))
-        found.append(ask(trace, policy, batch_size=batch_size, times=times))
-        return found[-1].tokens_per_second or 0.0
-
-    study.optimize(speed, n_trials=trials)
-    return sorted([*answers, *found], key=lambda answer: -(answer.tokens_per_second or 0.0))
 
 
 def _depths(drafter: RecordedDrafter, most: int) -> Sequence[int | None]:
@@ -373,7 +327,6 @@ class SpeedEstimate:
     mode              "plain"; "speculative"; on Neuron "shared cores" (draft and target in one graph on the same
                       cores) or "separate cores"
     drafter, k        drafter and draft length; "" and 0 for plain decoding
-    confidence        threshold of recorded draft models, replacing their own; None = their own
     cores             of the target and of the draft; (0, 0) if times were measured and not modelled
     tokens_per_round  of one request, the target's token included
     round_seconds     of the whole batch
@@ -390,14 +343,12 @@ class SpeedEstimate:
     speedup: float = 1.0
     low: float = 1.0
     high: float = 1.0
-    confidence: float | None = None
 
     @property
     def policy(self) -> Policy:
-        """The same, as a question to a trace."""
         if self.plain:
             return Policy(())
-        return Policy(tuple(self.drafter.split("+")), self.k, confidence=self.confidence)
+        return Policy(tuple(self.drafter.split("+")), self.k)
 
     @property
     def tokens_per_second(self) -> float:
@@ -410,15 +361,12 @@ class SpeedEstimate:
 
     @property
     def label(self) -> str:
-        """For people."""
         where = f", {self.cores[0]} cores" if self.cores[0] else ""
         where += f" and {self.cores[1]} for the draft" if self.cores[1] else ""
         depth = "" if self.k is None else f", k {self.k}"
-        depth += "" if self.confidence is None else f", confidence {self.confidence:.4g}"
         return (self.mode if self.plain else f"{self.mode}: {self.drafter}{depth}") + where
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
         return {**asdict(self), "label": self.label, "tokens_per_second": self.tokens_per_second}
 
 
@@ -435,7 +383,6 @@ class LoadPlan:
 
     @property
     def verdict(self) -> str:
-        """One line: what to do, and how sure that is."""
         drafts = [one for one in self.candidates if not one.plain]
         if not drafts:
             return "do not speculate: nothing that drafts can be timed or placed"
@@ -450,7 +397,6 @@ class LoadPlan:
         return f"speculate: {one.label}, {interval}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
         return {
             "batch_size": self.batch_size,
             "verdict": self.verdict,
@@ -460,9 +406,8 @@ class LoadPlan:
 
 
 def expected_tokens(rates: Sequence[float], k: int) -> float:
-    """Return the tokens per round of a chain of ``k``: 1 + the sum of the products of the conditional acceptance rates.
-
-    rates  by position; the last one is used for all later ones (Leviathan et al., arXiv 2211.17192, equation 1)
+    """Tokens per round of a chain of ``k``: 1 + the sum of the products of the conditional rates by position, of which
+    the last serves all later ones (Leviathan et al., arXiv 2211.17192, equation 1).
     """
     chain = [rates[min(place, len(rates) - 1)] for place in range(k)]
     return 1.0 + math.fsum(accumulate(chain, mul))
@@ -471,11 +416,7 @@ def expected_tokens(rates: Sequence[float], k: int) -> float:
 def from_rates(
     times: RoundTimes, drafter: str, rates: Sequence[float], *, batch_size: int, max_depth: int, error: float
 ) -> LoadPlan:
-    """Return candidates from measured times of one drafter and of plain decoding, and a given acceptance.
-
-    Raises:
-        ConfigurationError: one of them was not timed.
-    """
+    """Candidates from a given acceptance and measured times of one drafter and plain decoding."""
     candidates = [SpeedEstimate("plain", "", 0, batch_size, 1.0, times.seconds(PLAIN, 0, batch_size))]
     candidates += [
         SpeedEstimate(
@@ -491,20 +432,12 @@ def from_rates(
     return ranked(batch_size, [(one, error) for one in candidates])
 
 
-def from_trace(
-    trace: Trace, times: RoundTimes, *, batch_size: int, max_depth: int, error: float, trials: int = 0
-) -> LoadPlan:
-    """Return candidates from measured times, with exact acceptance for every drafter that was recorded or needs only
-    tokens.
-
-    The interval of acceptance is a bootstrap over sequences. ``trials``: as in `search_thresholds`.
-
-    Raises:
-        ConfigurationError: plain decoding was not timed.
+def from_trace(trace: Trace, times: RoundTimes, *, batch_size: int, max_depth: int, error: float) -> LoadPlan:
+    """Candidates from measured times, or ConfigurationError, with exact acceptance for every drafter that was recorded
+    or needs only tokens; its interval is a bootstrap over sequences.
     """
     found = []
-    answers = search(trace, times, batch_size=batch_size, max_depth=max_depth)
-    for answer in search_thresholds(trace, times, answers, batch_size=batch_size, trials=trials):
+    for answer in search(trace, times, batch_size=batch_size, max_depth=max_depth):
         one = _candidate(answer)
         requests = answer.replayed.requests
         interval = ratio_interval([one.new_tokens for one in requests], [max(1, one.num_rounds) for one in requests])
@@ -520,15 +453,12 @@ def _candidate(answer: PolicyResult) -> SpeedEstimate:
     tokens = figures.new_tokens / rounds / answer.batch_size
     policy, seconds = answer.policy, answer.seconds / rounds
     mode = "speculative" if policy.drafters else "plain"
-    name, sure = "+".join(policy.drafters), policy.confidence
-    return SpeedEstimate(mode, name, policy.k, answer.batch_size, tokens, seconds, confidence=sure)
+    return SpeedEstimate(mode, "+".join(policy.drafters), policy.k, answer.batch_size, tokens, seconds)
 
 
 def ranked(batch_size: int, candidates: Sequence[tuple[SpeedEstimate, float]]) -> LoadPlan:
-    """Return candidates with the relative errors of their speed, compared with the fastest plain decoding.
-
-    Raises:
-        ConfigurationError: plain decoding is not among them.
+    """Candidates with the relative errors of their speed, compared with the fastest plain decoding, or
+    ConfigurationError.
     """
     plain = [one for one, _ in candidates if one.plain]
     if not plain:

@@ -74,15 +74,12 @@ def record_traces(
 
 
 def count(plan: ExperimentPlan) -> int:
-    """How many traces an experiment has."""
     return len(dict(_groups(plan))) if plan.config.traces else 0
 
 
 def _groups(plan: ExperimentPlan) -> Iterator[tuple[str, list[PlannedCell]]]:
-    """Group cells that share sequences, one for every recorded drafter, by the name of their file.
-
-    The name depends on what determines the sequences: the target's files, the sampling, the prompts and the options.
-    The batch size is the largest of the experiment.
+    """Group cells that share sequences, one for every recorded drafter, by the name of their file, which depends on the
+    target's files, the sampling, the prompts and the options. The batch size is the largest of the experiment.
     """
     size = max(plan.config.batch_sizes)
     groups: dict[str, list[PlannedCell]] = {}
@@ -130,11 +127,8 @@ class _Group:
         self._plain = replace(members[0], cell=replace(members[0].cell, drafter=DrafterEntry(draft="none"), k=None))
 
     def complete(self, report: Callable[[str], None], *, fingerprint: str, deadline: float) -> bool:
-        """Record what is missing. -> whether everything is recorded
-
-        Raises:
-            ConfigurationError: the target's sequences could not be recorded.
-            StorageError: the file cannot be written.
+        """Record what is missing. -> whether everything is recorded; ConfigurationError: no sequence could be,
+        StorageError
         """
         kept = self._kept()
         known = {one.key: one for one in kept.drafters} if kept is not None else {}
@@ -265,9 +259,8 @@ def _text(prompt: Prompt, request: Request, outputs: Sequence[RequestOutput]) ->
 
 
 class _Recorder(Drafter):
-    """Asks a drafter at every position up to its maximum and proposes nothing, so that every commit is one token.
-
-    proposals  of each request by its index, in order: nodes, and the confidences of a draft model
+    """Asks a drafter at every position up to its maximum and proposes nothing, so that every commit is one token. Of
+    each request by its index, ``proposals`` has the nodes, and the confidences of a draft model.
     """
 
     def __init__(self, drafter: Drafter, seats: Sequence[Slot | None], *, rows: int) -> None:

@@ -130,10 +130,7 @@ class _CountedRounds(Rounds):
 
 
 class _AssumedPace(Pace):
-    """Learns from the assumed time of a round of each length and number of rows, instead of the real time.
-
-    total  seconds of all rounds so far
-    """
+    """Learns from assumed times of rounds of each length and number of rows; ``total``: seconds of all so far."""
 
     def __init__(
         self, seconds: Mapping[int, float], rows: Callable[[int], float] | None = None, batch_size: int = 1
@@ -201,9 +198,7 @@ class RecordedTarget(Verifier):
         return Commit(tokens, count, commit.first_row + commit.count)
 
     def _accepted(self, proposal: Proposal, slot: int, *, following: Sequence[int], last: int, most: int) -> int:
-        """Return the depth to which a proposal agrees with the following tokens; ``last`` is the id that ``end``
-        replaces.
-        """
+        """Depth to which a proposal agrees with the following tokens; ``last`` is the id that ``end`` replaces."""
         nodes = proposal.tokens[slot].tolist()
         parents = parents_of(proposal, slot)
         place, depth = tree.ROOT, 0
@@ -219,7 +214,6 @@ class RecordedTarget(Verifier):
 
 
 def parents_of(proposal: Proposal, slot: int) -> Sequence[int]:
-    """Parents of the nodes in one slot."""
     parents = proposal.parents
     if parents is None:
         return tree.chain(proposal.tokens.shape[1])
@@ -268,11 +262,7 @@ class ReplayDrafter(Drafter):
         self._begun: dict[tuple[int, ...], int] = {}
 
     def shortened(self, length: int) -> ReplayDrafter:
-        """Return a drafter with shorter drafts, which shares this one's sequences.
-
-        Raises:
-            ConfigurationError: its shorter drafts are not known.
-        """
+        """The same with shorter drafts and shared sequences, or ConfigurationError: they are not known."""
         known = self._recorded.confidences is not None
         shorter = ReplayDrafter(
             self._trace, self._recorded, depth=length, confidence=self._threshold if known else None
@@ -302,7 +292,7 @@ class ReplayDrafter(Drafter):
         self._slots.pop(slot, None)
 
     def update(self, commit: Commit) -> None:
-        """The text is known."""
+        """Nothing: the text is known."""
 
     def propose(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> Proposal:
         shape = self.draft_shape

@@ -53,7 +53,6 @@ def html_report(name: str, results: Sequence[CellResult]) -> str:
 
 
 def markdown_report(name: str, results: Sequence[CellResult]) -> str:
-    """The same without pictures."""
     lines = [f"# {name}", ""]
     for fact in _facts(results):
         lines += [fact, ""]
@@ -124,11 +123,7 @@ def _tables(results: Sequence[CellResult]) -> Iterator[Table]:
 
 
 def write_reports(store: Store, name: str, results: Sequence[CellResult]) -> list[Path]:
-    """Write ``report.md`` and ``report.html``.
-
-    Raises:
-        StorageError: one cannot be written.
-    """
+    """Write ``report.md`` and ``report.html``, or raise StorageError."""
     return [
         store.write("report.md", markdown_report(name, results)),
         store.write("report.html", html_report(name, results)),
@@ -139,7 +134,7 @@ Draw = Callable[[Any], None]
 
 
 def _pictures(results: Sequence[CellResult]) -> Iterator[tuple[str, str, str]]:
-    """Yield heading, caption and SVG of all charts that these cells have figures for."""
+    """Heading, caption and SVG of all charts that these cells have figures for."""
     good = [result for result in results if result.error is None]
     drafted = [result for result in good if any(row["num_drafts"] for row in result.rows)]
     if not drafted:
@@ -237,7 +232,6 @@ def _histogram(axes: Any, results: Sequence[CellResult]) -> None:
 
 
 def by_category(result: CellResult) -> dict[str, list[Row]]:
-    """Rows of a cell by their category."""
     categories: dict[str, list[Row]] = {}
     for row in result.rows:
         categories.setdefault(row["category"], []).append(row)
@@ -304,11 +298,7 @@ def _line_plot(lines: Lines, name: str) -> Draw:
 
 
 def write_rows(folder: Path, results: Sequence[CellResult]) -> list[Path]:
-    """Write ``results.jsonl``, and ``results.parquet`` if pyarrow is installed. -> the written files
-
-    Raises:
-        StorageError: one of them cannot be written.
-    """
+    """Write ``results.jsonl``, and ``results.parquet`` if pyarrow is installed, or raise StorageError. -> the files"""
     rows = list(flat_rows(results))
     lines = folder / "results.jsonl"
     save_bytes(lines, [(json.dumps(row, default=str) + "\n").encode() for row in rows])
@@ -336,7 +326,6 @@ def _write_parquet(path: Path, rows: Sequence[Row]) -> bool:
 
 
 def acceptance_of(rows: Sequence[Row]) -> Acceptance:
-    """The acceptance of some rows together."""
     parts = [
         Acceptance(
             tuple(Draft(*pair) for pair in zip(row["per_step_drafted"], row["per_step_accepted"], strict=True)),
@@ -349,7 +338,6 @@ def acceptance_of(rows: Sequence[Row]) -> Acceptance:
 
 
 def summary(result: CellResult) -> Row:
-    """One row of a cell: its names, and its figures or its error."""
     if result.error is not None:
         return {**result.names, "error": result.error}
     figures = acceptance_of(result.rows)

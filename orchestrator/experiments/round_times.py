@@ -44,8 +44,8 @@ class RoundTimes:
     sampling: str = ""
 
     def seconds(self, drafter: str, k: int, batch_size: int) -> float:
-        """Return the seconds of a round. Between measured depths or batch sizes, interpolate; beyond them, extrapolate
-        the last two. A single measured depth and plain decoding, which is depth 0, make a line too.
+        """Seconds of a round, between measured depths or batch sizes interpolated, beyond them extrapolated from the
+        last two. A single measured depth and plain decoding, which is depth 0, make a line too.
 
         Raises:
             ConfigurationError: nothing was measured for this drafter, or only one other depth or batch size.
@@ -84,10 +84,10 @@ class RoundTimes:
 
 
 def _line(points: Mapping[int, float], x: int) -> float:
-    """Return the value on the line through the points around x, or through the last two on its side.
+    """Value on the line through the points around x, or through the last two on its side.
 
-    More drafted tokens or requests never make a round shorter, and a fraction of them takes at least that fraction of
-    its time: lines distorted by noise are limited to that.
+    More drafted tokens or requests never shorten a round, and a fraction of them takes at least that fraction of its
+    time: lines distorted by noise are limited to that.
     """
     if x in points:
         return points[x]
@@ -108,11 +108,8 @@ class ExperimentTimes:
     parts: tuple[RoundTimes, ...]
 
     def of(self, trace: Trace) -> RoundTimes:
-        """Return the times of a trace's target and sampling; if those were not timed, of all samplings of the target
-        together.
-
-        Raises:
-            ConfigurationError: the target was not timed.
+        """Times of a trace's target and sampling, else of all samplings of the target; ConfigurationError: it was not
+        timed.
         """
         own = [one for one in self.parts if one.target == trace.target]
         if not own:
@@ -124,11 +121,7 @@ class ExperimentTimes:
         return _mean([one for one in own if one.sampling == sampling] or own)
 
     def alone(self) -> RoundTimes:
-        """Return the times of the only target, all its samplings together.
-
-        Raises:
-            ConfigurationError: there are several.
-        """
+        """Times of the only target, all its samplings together; ConfigurationError: there are several."""
         targets = dict.fromkeys(one.target for one in self.parts)
         if len(targets) > 1:
             raise ConfigurationError(
@@ -159,7 +152,6 @@ def measured(config: ExperimentConfig, results: Sequence[CellResult]) -> Experim
 
 
 def _cells(results: Sequence[CellResult], policies: Mapping[str, str]) -> Iterator[RoundTimes]:
-    """Yield the times of every cell."""
     for result in results:
         names = result.names
         if result.error is not None or names["acceptor"] != "match" or result.totals["draft_lengths"]:
@@ -198,9 +190,7 @@ def reads_text_alone(spec: DraftSpec) -> bool:
 
 
 def _part(spec: DraftSpec, entry: DrafterEntry, config: ExperimentConfig) -> str:
-    """Return the name of a part of a list or a choice: if the experiment also has it as a drafter, it is recorded by
-    that name.
-    """
+    """Name of a part of a list or a choice: that of the drafter of the experiment that it equals, if there is one."""
     if reads_text_alone(spec):
         return str(spec)
     for one in config.drafters:
@@ -211,17 +201,12 @@ def _part(spec: DraftSpec, entry: DrafterEntry, config: ExperimentConfig) -> str
 
 
 def save_times(times: ExperimentTimes) -> str:
-    """Return the times as JSON."""
     parts = [asdict(one) | {"rounds": [[*key, value] for key, value in one.rounds.items()]} for one in times.parts]
     return json.dumps({"version": VERSION, "times": parts})
 
 
 def load_times(path: Path) -> ExperimentTimes:
-    """Read the JSON that `save_times` wrote.
-
-    Raises:
-        TraceError: it cannot be read.
-    """
+    """Read what `save_times` wrote, or raise TraceError."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         if values.get("version") != VERSION:

@@ -111,12 +111,7 @@ class ExperimentPlan:
 
 
 def plan(config: ExperimentConfig, store: Store | None) -> ExperimentPlan:
-    """Check everything and return the plan.
-
-    Raises:
-        CheckpointError: a model is missing or cannot be read.
-        PromptError: prompts cannot be read; ContextError: one is too long.
-    """
+    """Check everything, or raise CheckpointError, PromptError or ContextError (a prompt that is too long)."""
     fingerprints = check_models(config)
     prompts: dict[tuple[str, str], Prompts] = {}
     planned = []
@@ -196,11 +191,7 @@ def _in_turn(
 
 
 def _run_cell(planned: PlannedCell, bench: Bench) -> CellResult:
-    """Run one cell; an error in it becomes part of its result.
-
-    Raises:
-        StorageError, MemoryError: errors that would affect every other cell too.
-    """
+    """Run one cell; an error in it is part of its result, but for those that would affect every other cell too."""
     names, source = planned.cell.names(), provenance()
     try:
         rows, totals = bench.measure(planned.cell, planned.prompts)
@@ -213,7 +204,6 @@ def _run_cell(planned: PlannedCell, bench: Bench) -> CellResult:
 
 
 def failed(results: Sequence[CellResult]) -> list[CellResult]:
-    """Those that failed."""
     return [result for result in results if result.error is not None]
 
 
@@ -235,15 +225,9 @@ def _run_parallel(
     config: ExperimentConfig, cells: Sequence[PlannedCell], *, address: str
 ) -> Iterator[tuple[int, CellResult]]:
     """Run cells on a Ray cluster: each worker has separate cores and keeps its decoders from cell to cell. The calling
-    process writes results as they arrive, so that a killed run keeps finished cells.
+    process writes results as they arrive. -> (index in ``cells``, result), as they finish
 
-    -> (index in ``cells``, result), as they finish; failed ones have their error
-
-    address  as in `paceline.placement.cluster.jobs.JobWorkers`
-
-    Raises:
-        PlanError: no node has capacity for a cell.
-        WorkerError: the cluster does not exist.
+    address  as in `paceline.placement.cluster.jobs.JobWorkers`, whose PlanError and WorkerError it raises
     """
     from paceline.placement.cluster.jobs import JobWorkers
 
@@ -260,7 +244,6 @@ _PROGRAM = {"paceline_version": "paceline", "git_commit": "commit", "torch": "to
 
 
 def provenance() -> dict[str, object]:
-    """Plain values: who measured this, with what."""
     import torch
 
     return {
@@ -305,7 +288,6 @@ def commit() -> str:
 
 @cache
 def _processor() -> str:
-    """The processor's name, where the system has it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

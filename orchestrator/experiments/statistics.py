@@ -48,7 +48,6 @@ def speedup_interval(result: CellResult) -> Interval | None:
 
 
 def length_interval(rows: Sequence[Row]) -> Interval:
-    """Mean acceptance length, by prompts."""
     accepted, drafts = [row["num_accepted_tokens"] for row in rows], [row["num_drafts"] for row in rows]
     if not sum(drafts):
         return Interval(1.0, 1.0, 1.0)
@@ -76,7 +75,6 @@ class Comparison:
     p_value: float
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
         interval = asdict(self.difference)
         return {**asdict(self), "difference": interval.pop("value"), **interval}
 

@@ -51,11 +51,7 @@ class CellResult:
 
 
 class Store:
-    """Cell files in a folder, which is created and tested at once.
-
-    Raises:
-        StorageError: the folder is not writable.
-    """
+    """Cell files in a folder, which is created and tested at once; StorageError: it is not writable."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -74,35 +70,21 @@ class Store:
         return self.folder / "traces"
 
     def write(self, name: str, text: str) -> Path:
-        """Write a file of the folder.
-
-        Raises:
-            StorageError: it cannot be written.
-        """
         path = self.folder / name
         save_bytes(path, [text.encode()])
         return path
 
     def save(self, result: CellResult) -> None:
-        """A finished cell.
-
-        Raises:
-            StorageError: it cannot be written.
-        """
         text = json.dumps({"version": VERSION, **asdict(result)}, default=str)
         save_bytes(self.cells / f"{result.key}.json", [text.encode()])
 
     def load(self, key: str) -> CellResult | None:
-        """A finished cell; None if there is none, or if it failed and should be tried again.
-
-        Raises:
-            StorageError: its file is damaged or of another version.
-        """
+        """A finished cell; None if there is none, or if it failed and should be tried again; errors as `peek`."""
         result = self.peek(key)
         return None if result is None or result.error is not None else result
 
     def peek(self, key: str) -> CellResult | None:
-        """The same, failed cells included."""
+        """The same, failed cells included; StorageError: its file is damaged or of another version."""
         path = self.cells / f"{key}.json"
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
@@ -121,27 +103,19 @@ class Store:
 
 
 def read_results(folder: Path) -> list[CellResult]:
-    """All finished cells of a folder, in the order of its results.jsonl's experiment, else by name.
-
-    Raises:
-        ConfigurationError: the folder holds no experiment.
-    """
+    """All finished cells of an experiment's folder, in order; errors as `_listing`."""
     keys = _listing(folder)["cells"]
     store = Store(folder)
     return [result for key in keys if (result := store.peek(key)) is not None]
 
 
 def read_config(folder: Path) -> ExperimentConfig:
-    """The configuration of a folder's experiment.
-
-    Raises:
-        ConfigurationError: the folder holds no experiment.
-    """
+    """Configuration of an experiment's folder; errors as `_listing`."""
     return parse_config(_listing(folder)["config"], str(folder / _LISTING))
 
 
 def _listing(folder: Path) -> Mapping[str, Any]:
-    """The configuration and the cells of a folder's experiment."""
+    """Configuration and cells of a folder; ConfigurationError: it holds no experiment."""
     listed = folder / _LISTING
     if not listed.is_file():
         raise ConfigurationError(

@@ -84,10 +84,8 @@ class Trace:
     """A target's sequences and the drafters recorded along them.
 
     target       the model's label; ``fingerprint`` of its files
-    sampling     options of the sampling
     kv_buckets   buckets of the target's cache, whose ends no draft crosses
-    texts, drafters
-    provenance   of the recording
+    sampling, provenance   options of the sampling; of the recording
     """
 
     target: str
@@ -100,11 +98,7 @@ class Trace:
     provenance: Mapping[str, object]
 
     def drafter(self, name: str) -> RecordedDrafter:
-        """Return a recorded drafter by its name.
-
-        Raises:
-            ConfigurationError: it was not recorded.
-        """
+        """A recorded drafter by its name, or ConfigurationError."""
         for one in self.drafters:
             if one.name == name:
                 return one
@@ -115,21 +109,13 @@ class Trace:
 
 
 def save_trace(path: Path, trace: Trace) -> None:
-    """Write a trace atomically.
-
-    Raises:
-        StorageError: it cannot be written.
-    """
+    """Write a trace atomically, or raise StorageError."""
     body = b'{"version": %d, "trace": %s}' % (VERSION, TypeAdapter(Trace).dump_json(trace))
     save_bytes(path, [gzip.compress(body, mtime=0)])
 
 
 def load_trace(path: Path) -> Trace:
-    """Read a trace.
-
-    Raises:
-        TraceError: it is not a trace, has another version, or is damaged.
-    """
+    """Read a trace, or raise TraceError: it is none, of another version, or damaged."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -153,11 +139,7 @@ def load_trace(path: Path) -> Trace:
 
 
 def check_target(trace: Trace, fingerprint: str, path: str) -> None:
-    """Reject a trace of another model.
-
-    Raises:
-        TraceError: the target's files differ from those of the recording.
-    """
+    """Raise TraceError unless the target's files are those of the recording."""
     if trace.fingerprint != fingerprint:
         raise TraceError(
             f"trace: expected one of {path} ({fingerprint}), got one of {trace.target} ({trace.fingerprint}); "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -29,29 +28,21 @@ from paceline.text.tokenizer import load_tokenizer
 
 
 def best_entry(config: ExperimentConfig, policy: Policy) -> tuple[DrafterEntry, int | None]:
-    """Return the best policy as a drafter of the experiment, with its options and files, and the depth.
-
-    Raises:
-        ConfigurationError: one of its parts is not a drafter of the experiment.
-    """
+    """The best policy as a drafter of the experiment, and its depth; ConfigurationError: a part of it is none."""
     if not policy.drafters:
         return DrafterEntry(draft="none"), None
     entries = {policy_name(one, config): one for one in config.drafters}
     whole = entries.get("+".join(policy.drafters))
-    sure = {} if policy.confidence is None else {"confidence_threshold": policy.confidence}
     if whole is not None:
-        return whole.model_copy(update={"k": None, "speculative": {**whole.speculative, **sure}}), policy.k
+        return whole.model_copy(update={"k": None}), policy.k
     parts = [entries.get(name) or DrafterEntry(draft=name) for name in policy.drafters]
     drafts = list(chain.from_iterable(parse_draft(one.draft) for one in parts))
-    update = {"draft": [str(spec) for spec in drafts], "name": None, "k": None}
-    return parts[-1].model_copy(update={**update, "speculative": {**parts[-1].speculative, **sure}}), policy.k
+    return parts[-1].model_copy(update={"draft": [str(spec) for spec in drafts], "name": None, "k": None}), policy.k
 
 
 def verifying(config: ExperimentConfig, trace: Trace, policy: Policy, *, batch_size: int) -> ExperimentConfig:
-    """Return an experiment of the best policy and plain decoding, with the target, sampling and prompts of a trace.
-
-    Raises:
-        TraceError: the trace is not of this experiment: another target or other prompts, or their files have changed.
+    """An experiment of the best policy and plain decoding with the target, sampling and prompts of a trace, or
+    TraceError: it is not of this experiment, or files have changed.
     """
     targets = tuple(one for one in config.targets if one.label == trace.target)
     if not targets:
@@ -82,27 +73,12 @@ def _prompt_set(config: ExperimentConfig, trace: Trace, target: TargetEntry) -> 
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
-    """Run of the best policy: tokens per second as predicted, as measured, and of plain decoding."""
-
-    predicted: float
-    measured: float
-    plain: float
-
-
-def checked(trace: Trace, times: RoundTimes, policy: Policy, *, result: CellResult) -> Check:
-    """Compare a run of `verifying` with its prediction.
-
-    Raises:
-        ConfigurationError: the run failed.
-    """
+def predicted(trace: Trace, times: RoundTimes, policy: Policy, *, result: CellResult) -> float:
+    """Tokens per second of a run of `verifying`, by measured times, or ConfigurationError: the run failed."""
     if result.error is not None:
         raise ConfigurationError(f"the run of {policy.label} failed ({result.error}); see its log")
     size = int(str(result.names["batch_size"]))
-    answer = ask(trace, policy, batch_size=size, times=times, grouped=True)
-    measured = float(result.totals["tokens_per_second"])
-    return Check(answer.tokens_per_second or 0.0, measured, float(result.totals["plain_tokens_per_second"] or measured))
+    return ask(trace, policy, batch_size=size, times=times, grouped=True).tokens_per_second or 0.0
 
 
 def models_file(config: ExperimentConfig, policy: Policy, cell: Cell) -> str:
@@ -122,7 +98,6 @@ def models_file(config: ExperimentConfig, policy: Policy, cell: Cell) -> str:
 
 
 def _mapping(spec: DraftSpec) -> dict[str, object]:
-    """A drafter as a models file has it."""
     found: dict[str, object] = {} if spec.name is None else {"type": spec.name}
     if spec.path is not None:
         found["path"] = _absolute(spec.path)

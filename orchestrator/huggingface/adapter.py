@@ -50,8 +50,7 @@ _Generation: Any = GenerationMixin
 class Application(Protocol):
     """An owner of a decoder, such as `DecoderApplication`."""
 
-    def served(self) -> CompiledDecoder | SpeculativeGenerator:
-        """Return the decoder, or a generator of it."""
+    def served(self) -> CompiledDecoder | SpeculativeGenerator: ...
 
 
 class HuggingFaceGenerationAdapter(_Model, _Generation):  # type: ignore[misc]
@@ -171,22 +170,14 @@ class HuggingFaceGenerationAdapter(_Model, _Generation):  # type: ignore[misc]
         return result
 
     def load_custom_generate(self, *_: object, **__: object) -> Any:
-        """Reject code of a repository, which is never executed.
-
-        Raises:
-            ConfigurationError: always.
-        """
+        """Raise ConfigurationError: code of a repository is never executed."""
         raise ConfigurationError(
             "custom_generate: expected greedy decoding, sampling, beam search, assistant_model or "
             "prompt_lookup_num_tokens, got code of a repository, which is not executed; use one of these"
         )
 
     def generate_batch(self, *_: object, **__: object) -> Any:
-        """Reject continuous batching of `transformers`, which has its own cache.
-
-        Raises:
-            ConfigurationError: always.
-        """
+        """Raise ConfigurationError: continuous batching of `transformers` has its own cache."""
         raise ConfigurationError(
             "generate_batch: expected no paged cache of transformers, got one; pass more prompts than slots to "
             "`sample` or `stream` of a SpeculativeGenerator, which batches continuously"
@@ -197,8 +188,8 @@ class HuggingFaceGenerationAdapter(_Model, _Generation):  # type: ignore[misc]
     def _validate_generation_mode(
         self, generation_mode: object, generation_config: GenerationConfig, generation_mode_kwargs: dict[str, Any]
     ) -> None:
-        """Run the checks of `transformers` without those of an assistant's configuration, since a decoder is not one of
-        its models.
+        """Run the checks of `transformers` without those of an assistant's configuration: a decoder is none of its
+        models.
         """
         own_arguments = {k: v for k, v in generation_mode_kwargs.items() if not k.startswith("assistant")}
         super()._validate_generation_mode(generation_mode, generation_config, own_arguments)
@@ -226,7 +217,7 @@ class HuggingFaceGenerationAdapter(_Model, _Generation):  # type: ignore[misc]
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *_: object, **__: object
     ) -> None:
-        """Check the call before anything runs, and raise for what cannot be done. The slots are the cache."""
+        """Check the call before anything runs. The slots are the cache."""
         check_options({name: getattr(generation_config, name, None) for name in _CHECKED})
         mask = model_kwargs.get("attention_mask")
         if mask is not None and not bool((mask[:, -1] != 0).all()):
@@ -261,7 +252,6 @@ class HuggingFaceGenerationAdapter(_Model, _Generation):  # type: ignore[misc]
         return result
 
     def _assisted_decoding(self, input_ids: Tensor, **given: Any) -> Tensor | GenerateDecoderOnlyOutput:
-        """Assisted generation is our speculation."""
         call = engine_call.PreparedCall.of(input_ids, given)
         reason = call.why_not()
         if reason is not None:
@@ -319,7 +309,7 @@ class HuggingFaceGenerationAdapter(_Model, _Generation):  # type: ignore[misc]
         return self._assisted[key]
 
     def _of_assistant(self, name: str, config: GenerationConfig, assistant: object | None) -> Any:
-        """Return a drafting option: the call's, else that of the assistant's configuration, as in `transformers`."""
+        """A drafting option: the call's, else that of the assistant's configuration, as in `transformers`."""
         asked = getattr(config, name)
         if isinstance(assistant, HuggingFaceGenerationAdapter) and asked == getattr(self.generation_config, name):
             return getattr(assistant.generation_config, name)
@@ -359,7 +349,6 @@ _CHECKED = ("guidance_scale", "cache_implementation", "output_attentions", "outp
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Refuse values that a decoder cannot follow."""
     if options.get("guidance_scale") not in (None, 1, 1.0):
         raise ConfigurationError(
             "guidance_scale: expected none, since it needs a second sequence in the cache for each row, got one; "
@@ -381,7 +370,6 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def _model_config(decoder: CompiledDecoder) -> PretrainedConfig:
-    """The configuration of `transformers` for a decoder: its folder's, or what is known of it."""
     folder = decoder.folder
     if folder is not None and folder.is_dir() and (folder / "config.json").is_file():
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

@@ -1,7 +1,7 @@
 """Contents of a decoder's slots as a cache of `transformers`: row b of a batch is slot b.
 
 Padding is not stored. A row's real tokens are consecutive in its slot, so that their positions are the ones that
-`transformers` derives from an attention mask. `paceline.huggingface.adapter` has the model.
+`transformers` derives from an attention mask.
 """
 
 from __future__ import annotations
@@ -67,7 +67,6 @@ class SlotCache(Cache):
         return self.mask.shape[1]
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Positions of the decoder."""
         return self.decoder.n_positions
 
     @property
@@ -76,18 +75,14 @@ class SlotCache(Cache):
 
     @property
     def is_linear(self) -> list[bool]:
-        """Whether the layers are of linear attention, whose contents have no length: none is."""
         return [False]
 
     def reset(self) -> None:
-        """Forget the texts."""
         self.mask = torch.zeros(0, 0, dtype=torch.bool)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last ``-tokens_to_remove`` columns.
-
-        Raises:
-            ConfigurationError: the number is positive, as older versions of `transformers` had it.
+        """Remove the last ``-tokens_to_remove`` columns. A positive number, as older `transformers` had it, is a
+        ConfigurationError.
         """
         if tokens_to_remove > 0:
             raise ConfigurationError(
@@ -195,9 +190,7 @@ class SlotCache(Cache):
                 one[: saved.shape[0], :, : saved.shape[2]] = saved
 
     def _read_prompts(self, rows: list[list[int]], before: list[int]) -> Tensor:
-        """Return the logits after the last token of every row, [R, 1, V]. A shared prefix of several rows is prefilled
-        once.
-        """
+        """Logits after the last token of every row, [R, 1, V]. A shared prefix of several rows is prefilled once."""
         if any(before):
             logits = [steps.prefill(self.decoder, i, row, start=before[i])[0] for i, row in enumerate(rows)]
             return torch.cat(logits)

@@ -1,7 +1,5 @@
-"""A call of `generate` on Paceline's engine: requests from the arguments that `transformers` prepared, and its output
-types.
-
-The adapter uses it for calls with speculation. All others run in the loops of `transformers`.
+"""A call of `generate` with speculation on Paceline's engine: requests from what `transformers` prepared, and its
+output.
 """
 
 from __future__ import annotations
@@ -69,7 +67,6 @@ class PreparedCall:
 
     @classmethod
     def of(cls, input_ids: Tensor, given: Mapping[str, Any]) -> PreparedCall:
-        """Return the call for what `transformers` gives a decoding method in addition to the ids."""
         return cls(
             input_ids,
             given.get("attention_mask"),
@@ -86,7 +83,6 @@ class PreparedCall:
 
     @property
     def keeps_scores(self) -> bool:
-        """Whether logits are to be given back, processed or as they are."""
         config = self.config
         return bool(config.return_dict_in_generate and (config.output_scores or config.output_logits))
 
@@ -113,10 +109,6 @@ def run(generator: SpeculativeGenerator, call: PreparedCall) -> Tensor | Generat
     """Decode with a generator. -> [R, longest] int64, rows padded on the right; or with scores, as the call asks.
 
     A call that samples takes its seed from PyTorch's generator, so that `torch.manual_seed` determines it.
-
-    Raises:
-        RequestError: a request cannot be served.
-        DecoderBusyError: a decoder is in use.
     """
     config = call.config
     seed = int(torch.randint(0, 2**62, ())) if config.do_sample else 0

@@ -28,7 +28,6 @@ class TokenPiece:
     """One token of a response.
 
     text      text that it completed: empty if a character is incomplete or a stop string may have begun
-    logprob   natural logarithm of its probability, if requested
     top       (id, log-probability) of the most likely tokens at its position, if requested
     replaced  with log-probabilities, for a recovered token: the tokens drafted at its position
     """
@@ -63,7 +62,7 @@ class AnswerStep:
 class Usage:
     """Token counts of a response.
 
-    cached_tokens     cached tokens of the prompts; None: without prefix caching
+    cached_tokens     of the prompts; None: without prefix caching
     reasoning_tokens  tokens up to the end of the reasoning
     """
 
@@ -108,7 +107,6 @@ class ChoiceText:
     prompt: tuple[TokenLogprobs, ...] | None = None
 
     def add(self, step: AnswerStep) -> None:
-        """One step more."""
         self.write("reasoning", step.delta.reasoning)
         self.write("message", step.delta.content)
         for call in step.delta.tool_calls:
@@ -118,64 +116,56 @@ class ChoiceText:
         self.finish_reason = step.finish_reason or self.finish_reason
 
     def write(self, kind: PartKind, text: str) -> None:
-        """More reasoning or text."""
         if text:
             if not self.parts or self.parts[-1].kind != kind:
                 self.parts.append(OutputItem(kind))
             self.parts[-1].text += text
 
     def call(self, call: ToolCallDelta) -> None:
-        """Return the addition of a tool call."""
         if call.name is not None:
             self.parts.append(OutputItem("function_call", name=call.name))
         self.tool_calls[call.index].text += call.arguments
 
     @property
     def content(self) -> str:
-        """All text for the reader."""
         return "".join(part.text for part in self.parts if part.kind == "message")
 
     @property
     def reasoning(self) -> str:
-        """All reasoning."""
         return "".join(part.text for part in self.parts if part.kind == "reasoning")
 
     @property
     def tool_calls(self) -> list[OutputItem]:
-        """The calls."""
         return [part for part in self.parts if part.kind == "function_call"]
 
 
 class AnswerWriter(Protocol):
     """Writes responses in the format of one endpoint.
 
-    ``by_token``: steps hold one token each, because the events are numbered and a response must be resumable.
+    by_token  steps hold one token each, because the events are numbered and a response must be resumable
+    step      returns the events of a step; empty where it shows nothing. ``usage`` counts the tokens so far
+    end       returns the events after the last step
+    body      returns the whole answer, where nothing is streamed
     """
 
     by_token: bool
 
-    def step(self, step: AnswerStep, usage: Callable[[], Usage]) -> bytes:
-        """The events of a step; empty where it shows nothing. ``usage``: counts the tokens so far."""
+    def step(self, step: AnswerStep, usage: Callable[[], Usage]) -> bytes: ...
 
-    def end(self, usage: Usage, metrics: Mapping[str, object]) -> bytes:
-        """Return the events after the last step."""
+    def end(self, usage: Usage, metrics: Mapping[str, object]) -> bytes: ...
 
-    def body(self, choices: Sequence[ChoiceText], usage: Usage, metrics: Mapping[str, object]) -> Mapping[str, object]:
-        """The whole answer, where nothing is streamed."""
+    def body(
+        self, choices: Sequence[ChoiceText], usage: Usage, metrics: Mapping[str, object]
+    ) -> Mapping[str, object]: ...
 
 
-_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))  # `json.dumps` would make one for every event
+to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # `json.dumps` makes one for every event
 
 
 def event(content: Mapping[str, object], name: str | None = None) -> bytes:
     """A server-sent event."""
     head = b"" if name is None else b"event: " + name.encode() + b"\n"
-    return head + b"data: " + _encode(content) + b"\n\n"
-
-
-def _encode(content: Mapping[str, object]) -> bytes:
-    """Return the object as JSON, in UTF-8."""
-    return _JSON.encode(content).encode()
+    return head + b"data: " + to_json(content).encode() + b"\n\n"
 
 
 def acceptance_metrics(drafts: Sequence[Draft], num_spec_tokens: int, level: SpecMetrics) -> Mapping[str, object]:
@@ -213,11 +203,11 @@ class ChoiceRenderer:
     """One choice of a response: converts rounds to steps, token by token, so that the result does not depend on the
     borders of rounds.
 
-    skip     tokens that were sent before, by another server: they are rendered, and their steps are not marked
+    skip      tokens that were sent before, by another server: they are rendered, and their steps are not marked
     by_token  a step for every token
-    pieces   whether steps hold the tokens themselves
-    ended    whether its last step was returned; later tokens are not part of the response
-    tokens, whole  number of tokens so far; all of the choice, where the answer collects it
+    pieces    whether steps hold the tokens themselves
+    ended     whether its last step was returned; later tokens are not part of the response
+    whole     all of the choice, where the answer collects it
     reasoning_tokens  tokens up to the last one that completed a part of the reasoning
     """
 
@@ -232,10 +222,8 @@ class ChoiceRenderer:
         self.called = self.ended = False
 
     def push(self, output: RequestOutput) -> Iterator[tuple[AnswerStep, bool]]:
-        """Return the steps of a round, and whether each is new to the client.
-
-        Raises:
-            RequestError: the request failed with it in this round.
+        """Return the steps of a round, and whether each is new to the client. Raises the error that ended the
+        request.
         """
         if output.error is not None:
             raise output.error
@@ -248,7 +236,10 @@ class ChoiceRenderer:
             if self._pieces:
                 pieces.append(_piece(output, place - 1, text))
             if text:
-                delta += self._parsed(self._parser.push(text))
+                parsed = self._parser.push(text)
+                delta += parsed
+                if parsed.reasoning:
+                    self.reasoning_tokens = self.tokens
                 self.ended = self._parser.ended
             if self.ended or (place < len(output.tokens) and (self._by_token or self.tokens == self._skip)):
                 reason = "stop" if self.ended else None
@@ -260,16 +251,14 @@ class ChoiceRenderer:
         if reason is not None:
             self.ended = True
             rest = self._text.flush()
-            delta += self._parsed((self._parser.push(rest) if rest else Delta()) + self._parser.flush())
+            parsed = (self._parser.push(rest) if rest else Delta()) + self._parser.flush()
+            delta += parsed
+            if parsed.reasoning:
+                self.reasoning_tokens = self.tokens
             if rest and pieces:
                 pieces[-1] = replace(pieces[-1], text=pieces[-1].text + rest)
         # A client that got the last token got the reason with it.
         yield self._step(delta, pieces, first=first, reason=reason), self.tokens > self._skip or not output.tokens
-
-    def _parsed(self, delta: Delta) -> Delta:
-        if delta.reasoning:
-            self.reasoning_tokens = self.tokens
-        return delta
 
     def _step(
         self, delta: Delta, pieces: Sequence[TokenPiece], *, first: bool, reason: str | None = None
@@ -325,7 +314,7 @@ class Answer:
         return tuple(choice.ended for choice in self._choices)
 
     def push(self, outputs: Iterable[RequestOutput]) -> bytes:
-        """Add the outputs of rounds of one or several requests; return chunks, empty if nothing is streamed."""
+        """Add the outputs of rounds; return chunks, empty if nothing is streamed."""
         events = []
         for output in outputs:
             if self._choices[output.index].ended:
@@ -350,7 +339,8 @@ class Answer:
         metrics = self._metrics(self._drafts) if len(self._choices) == 1 else {}
         if self._request.stream:
             return self._writer.end(self._usage(), metrics)
-        return _encode(self._writer.body([choice.whole for choice in self._choices], self._usage(), metrics))
+        body = self._writer.body([choice.whole for choice in self._choices], self._usage(), metrics)
+        return to_json(body).encode()
 
     def _usage(self) -> Usage:
         reasoning = sum(choice.reasoning_tokens for choice in self._choices)
@@ -358,8 +348,8 @@ class Answer:
 
 
 class TokenAnswer:
-    """A response by ids: receives the engine's outputs, and omits the tokens that were sent before (``skip``). Like
-    `Answer`, for a `paceline.serving.router.TokenRequest`.
+    """Counterpart of `Answer` for a `paceline.serving.router.TokenRequest`: passes the engine's outputs on, without the
+    tokens that were sent before (``skip``).
     """
 
     def __init__(self, num_requests: int, skip: Sequence[int]) -> None:
@@ -368,16 +358,14 @@ class TokenAnswer:
 
     @property
     def sent(self) -> tuple[int, ...]:
-        """Tokens of each request so far."""
         return tuple(self._sent)
 
     @property
     def ended(self) -> tuple[bool, ...]:
-        """Whether each request is complete."""
         return tuple(self._ended)
 
     def push(self, outputs: Iterable[RequestOutput]) -> bytes:
-        """Add outputs in order. Raises RequestError: a round ended the request with it."""
+        """Add outputs in order. Raises the error that ended a request."""
         written = []
         for output in outputs:
             if output.error is not None:
@@ -390,19 +378,16 @@ class TokenAnswer:
         return b"".join(written)
 
     def end(self) -> bytes:
-        """Nothing more is to be said."""
         return b""
 
 
 def read_outputs(data: bytes) -> Iterator[RequestOutput]:
-    """Return the contents that a `TokenAnswer` wrote."""
     file = io.BytesIO(data)
     while file.tell() < len(data):
         yield pickle.load(file)
 
 
 def _without_first(output: RequestOutput, count: int) -> RequestOutput:
-    """The output without its first ``count`` tokens."""
     logprobs = None if output.logprobs is None else output.logprobs[count:]
     of_model = None if output.token_logprobs is None else output.token_logprobs[count:]
     output = replace(output, accepted=max(0, output.accepted - count), drafted=max(0, output.drafted - count))

@@ -1,8 +1,7 @@
 """HTTP application: OpenAI's API over a `ModelRouter`, with FastAPI. It knows no model and no Ray.
 
 Runs under any ASGI server, and under Ray Serve by `serve.ingress`. Bodies are read directly, so that the size limit
-applies before they are in memory and their JSON is parsed in C, off the event loop if it is long. See also: requests
-(`paceline.serving.openai`), and how responses are written (`paceline.serving.writers`).
+applies before they are in memory and their JSON is parsed in C, off the event loop if it is long.
 """
 
 from __future__ import annotations
@@ -54,10 +53,9 @@ from paceline.serving.router import (
     RequestContext,
     StreamChunk,
     StreamStart,
+    TextRequest,
 )
 from paceline.serving.settings import ApiSettings, is_loopback
-
-Generates = type[CompletionRequest] | type[ChatRequest] | type[ResponsesRequest]
 
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -67,7 +65,7 @@ def create_app(
 ) -> FastAPI:
     """Create the application.
 
-    lifecycle  lifecycle of the router's models, for an operator; None: they are always loaded
+    lifecycle  of the router's models, for an operator; None: they are always loaded
     keys       counts the requests of API keys; None: the counts are not shared with other processes
     """
     middleware = [
@@ -107,7 +105,7 @@ def create_app(
 
 
 def _add_generation(app: FastAPI, router: ModelRouter, settings: ApiSettings) -> None:
-    def add(name: str, path: str, kind: Generates, *, text: str) -> None:
+    def add(name: str, path: str, kind: type[TextRequest], *, text: str) -> None:
         @app.post(path, name=name, description=text, openapi_extra=_post_schema(kind))
         async def generate(request: Request) -> Response:
             generation_request = await _read(request, kind)
@@ -171,7 +169,7 @@ def _add_operation(app: FastAPI, router: ModelRouter, settings: ApiSettings) -> 
 
 
 async def _http_error(_: Request, error: Exception) -> Response:
-    """Return the response to unknown paths and methods, which the framework rejects."""
+    """The response to unknown paths and methods, which the framework rejects."""
     assert isinstance(error, HTTPException)
     message = {
         404: "this path does not exist; see docs/openai-api.md for the paths",
@@ -207,9 +205,9 @@ class PinAction(ModelAction):
 
 
 def _add_admin(app: FastAPI, lifecycle: Lifecycle, settings: ApiSettings) -> None:
-    """Add the routes of an operator: which models are in memory, and loading, unloading and pinning them.
-
-    They need an API key, as all routes except health do. If the service has no keys, they respond only to this machine.
+    """Add the routes of an operator. They need an API key, as all routes except health do. If the service has no keys,
+    they
+    respond only to this machine.
     """
     is_open = not settings.api_keys
 
@@ -259,7 +257,7 @@ async def _kept(lifecycle: Lifecycle) -> AsyncIterator[None]:
 
 
 def _check_caller(request: Request, *, is_open: bool) -> None:
-    """Raise RefusedError (403) for another machine, or a page of another site, if no key is required."""
+    """Reject another machine, or a page of another site, if no key is required."""
     if not is_open:
         return
     near = request.client is not None and is_loopback(request.client.host)
@@ -290,10 +288,8 @@ class Items:
         self._gone = asyncio.ensure_future(_disconnected(request))
 
     async def next(self, silence_s: float | None = None) -> Item | None:
-        """Return the next item; None after ``silence_s`` seconds without one.
-
-        Raises:
-            RefusedError: the deadline has passed, or the response ended without being complete.
+        """Return the next item; None after ``silence_s`` seconds without one. RefusedError: the deadline has passed, or
+        the response ended without being complete.
         """
         if self._next is None:
             self._next = asyncio.ensure_future(anext(self._items, None))
@@ -318,7 +314,6 @@ class Items:
         return None
 
     async def close(self) -> None:
-        """Release the resources of the response."""
         tasks = [task for task in (self._next, self._gone) if task is not None]
         for task in tasks:
             task.cancel()
@@ -389,7 +384,7 @@ class EventStream(Response):
                     item = await self._source.next(silence_s)
                 except RefusedError as error:
                     item = Failed(error)
-                last = isinstance(item, Failed) or (isinstance(item, StreamChunk) and item.last)
+                last = item is not None and item.last
                 if not begun:
                     await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                     begun, silence_s = True, self._ping_s
@@ -432,11 +427,7 @@ _LONG_BODY = 32 << 10  # bytes from which JSON is parsed off the event loop: bel
 
 
 async def _read(request: Request, model: type[ModelT]) -> ModelT:
-    """Return the request's body, checked.
-
-    Raises:
-        RefusedError: it is not JSON, or not valid for the endpoint.
-    """
+    """Return the request's body, checked."""
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json":  # a page of another site could send it without a preflight request
         raise RefusedError(415, f"Content-Type: expected application/json, got {kind}; send JSON with that header")
@@ -465,7 +456,7 @@ _ERRORS = {
 
 
 def _post_schema(model: type[BaseModel]) -> dict[str, Any]:
-    """Return the OpenAPI description of a POST route's body and responses."""
+    """The OpenAPI description of a POST route's body and responses."""
     schema = {"$ref": _COMPONENTS + model.__name__}
     error = {"application/json": {"schema": {"$ref": _COMPONENTS + "Error"}}}
     responses = {str(status): {"description": text, "content": error} for status, text in _ERRORS.items()}

@@ -3,9 +3,9 @@
     with launch(plan) as models:
         for piece in models.stream("chat", [ids], max_new_tokens=64): ...
 
-They are the replicas of `paceline serve`, called through the same router. Serve replaces a replica that dies or hangs;
-the next one decodes the response again and omits the tokens already sent. Each target is a separate application, so
-that it can be stopped and added while others run.
+They are the replicas of `paceline serve`, called through the same router. Each target is a separate application, so
+that
+it can be stopped and added while others run.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from paceline.placement.planning.plan import Plan
 from paceline.placement.planning.residency import Residency
 from paceline.serving.answer import read_outputs
 from paceline.serving.errors import QUEUE_FULL, RefusedError
-from paceline.serving.ray_guard import running_address
+from paceline.serving.ray_guard import handle_of, running_address
 from paceline.serving.replica import model_deployment
 from paceline.serving.router import Failed, Item, RequestContext, StreamChunk, TokenRequest
-from paceline.serving.serve_router import ServeRouter, handle_to
+from paceline.serving.serve_router import ServeRouter, deployment_name
 
 if TYPE_CHECKING:
     from paceline.engine.request import SamplingParams
@@ -58,10 +58,8 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """Running target. ``application``: its name in Serve."""
-
     group: ReplicaGroupPlan
-    application: str
+    application: str  # its name in Serve
 
 
 class Deployment:
@@ -88,15 +86,15 @@ class Deployment:
         """Continue prompts; one output for each request and round.
 
         ``params``: `paceline.SamplingParams`; ``overrides`` replace some of its fields, or give them without it.
-
-        Several calls, from several threads too, share a target's rounds; those without a free slot wait for one.
+        Several calls,
+        from several threads too, share a target's rounds; those without a free slot wait for one.
 
         Raises:
             ConfigurationError: no such target runs, or a parameter cannot be sent to another process.
             RequestError: the request cannot be served.
             QueueFullError: the queue is full (``max_waiting`` requests wait).
             TargetLostError: the target was lost and is not back within ``FaultPolicy.startup_timeout_s``; has the
-                tokens so far.
+        tokens so far.
         """
         from paceline.workers.calls import call_params
 
@@ -190,7 +188,6 @@ class Deployment:
         return self._launched[model]
 
     def _start(self, started: Sequence[_Launched]) -> None:
-        """Start all models concurrently, since loading takes longest."""
         try:
             self._serve_is_ours |= running_address() is None
             serve.start(proxy_location=ProxyLocation.Disabled)
@@ -209,7 +206,7 @@ class Deployment:
                 f"{', '.join(one.group.name for one in started)} did not start ({error}); see the logs of its workers"
             ) from error
         for one in started:
-            handle = handle_to(one.group.name, one.application)
+            handle = handle_of(deployment_name(one.group.name), one.application)
             self._loop.call_soon_threadsafe(self._router.put, one.group.name, handle)
 
     def _wait(self, started: Sequence[_Launched]) -> None:
@@ -232,7 +229,6 @@ class Deployment:
             sleep(_LOOK_S)
 
     def _do(self, work: Coroutine[Any, Any, Value]) -> Value:
-        """Run a coroutine in the router's loop; return its result."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
 
@@ -270,7 +266,6 @@ class Stream:
             self.close()
 
     def _take(self) -> None:
-        """Receive the next item."""
         self._step = asyncio.run_coroutine_threadsafe(_next(self._items), self._loop)
         try:
             item = self._step.result()
@@ -278,7 +273,7 @@ class Stream:
             if self._over:
                 return
             item = Failed(RefusedError(503, "the models were stopped; launch them again"), lost=True)
-        if item is None or isinstance(item, Failed) or (isinstance(item, StreamChunk) and item.last):
+        if item is None or item.last:
             self._over = True
         if isinstance(item, Failed):
             raise self._error(item)
@@ -293,7 +288,6 @@ class Stream:
             await self._items.aclose()  # type: ignore[attr-defined]
 
     def _error(self, failed: Failed) -> Exception:
-        """Return the exception to raise in the caller."""
         if failed.error.code == QUEUE_FULL:
             return failed.cause or QueueFullError(failed.error.message)
         if failed.cause is not None and not failed.lost:
@@ -306,7 +300,6 @@ class Stream:
 
 
 async def _cancel_others() -> None:
-    """Cancel every other task of this loop."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()
@@ -341,7 +334,6 @@ def launch(plan: Plan, *, fault_policy: FaultPolicy | None = None, address: str 
 
 
 def groups_of(plan: Plan) -> list[ReplicaGroupPlan]:
-    """Return each target of a plan with its draft, as a group."""
     groups = []
     for target in plan.placements:
         if target.role == "target":

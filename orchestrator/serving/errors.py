@@ -54,13 +54,11 @@ class RefusedError(Exception):
 
     @property
     def body(self) -> dict[str, object]:
-        """OpenAI's error object."""
         kind = "server_error" if self.status >= 500 else _TYPES.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of the HTTP response."""
         headers = {} if self.retry_after_s is None else {"retry-after": str(max(1, round(self.retry_after_s)))}
         return headers | ({"www-authenticate": "Bearer"} if self.status == 401 else {})
 

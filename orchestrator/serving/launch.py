@@ -54,12 +54,12 @@ def serve_groups(
     """Serve planned models until SIGINT or SIGTERM, which also end it while models load.
 
     ``address``: of a Ray cluster to join, in which Serve's proxies listen; None starts one on this machine, and the
-    ingress process listens itself. ``ready``: called when requests are accepted. ``progress``: called with
-    status messages until then.
+    ingress
+    process listens itself. ``ready``: called when requests are accepted; ``progress``: with status messages until then.
 
     Raises:
-        ConfigurationError: the address is not available, or Serve already runs in the cluster, and listens
-            elsewhere or has an application of this name.
+        ConfigurationError: the address is not available, or Serve already runs in the cluster, and listens elsewhere or
+            has an application of this name.
         PlanError: there is no such cluster.
         WorkerError: the service did not start.
     """
@@ -67,7 +67,8 @@ def serve_groups(
         listening = stack.enter_context(ListeningSocket(host, port)) if address is None else None
         app = application(groups, fault_policy, settings, handover=listening.handover if listening else "")
         progress("starting Ray" if address is None else f"joining the Ray cluster at {address}")
-        _connect(groups, address)
+        environment.prepare_new_cluster()
+        connect(address, cores=max(group.plan.instance.cores for group in groups), num_cpus=_CPUS)
         take_signals()  # Ray has installed its own handlers
         stack.callback(ray.shutdown)
         started = stack.enter_context(_reported(progress))
@@ -132,16 +133,11 @@ def _reported(progress: Callable[[str], None]) -> Iterator[threading.Event]:
 
 
 def _starting() -> list[str]:
-    """Return our deployments that are not ready: models by their names, and the ingress process."""
+    """Deployments of ours that are not ready: models by their names, and the ingress process."""
     applications = serve.status().applications
     own = (applications[name] for name in _own(applications) if name in applications)
     deployments = [pair for application in own for pair in application.deployments.items()]
     return sorted(name.removeprefix("model-") for name, one in deployments if one.status != "HEALTHY")
-
-
-def _connect(groups: Sequence[ReplicaGroupPlan], address: str | None) -> None:
-    environment.prepare_new_cluster()
-    connect(address, cores=max(group.plan.instance.cores for group in groups), num_cpus=_CPUS)
 
 
 def _serve_at(listening: ListeningSocket, app: serve.Application, *, ready: Callable[[], None]) -> None:
@@ -160,9 +156,7 @@ def _serve_at(listening: ListeningSocket, app: serve.Application, *, ready: Call
 
 
 def _serve_by_proxy(app: serve.Application, *, host: str, port: int, ready: Callable[[], None]) -> None:
-    """Serve in the joined cluster until a signal. Serve ends if this process started it and no other application uses
-    it.
-    """
+    """Serve in the joined cluster until a signal. Serve ends if this process started it and no application remains."""
     running = running_address()
     if running is not None:
         _check_address(running, host=host, port=port)
@@ -215,9 +209,6 @@ def _warned() -> Iterator[None]:
 
 
 def _check_address(running: tuple[str, int], *, host: str, port: int) -> None:
-    """Raise ConfigurationError if Serve has another address, which it keeps, or already has an application of this
-    name.
-    """
     if running != (host, port):
         address = ":".join(map(str, running))
         raise ConfigurationError(

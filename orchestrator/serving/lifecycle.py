@@ -24,11 +24,7 @@ State = Literal["loaded", "loading", "unloading", "unloaded", "scaled"]
 
 @dataclass(frozen=True, slots=True)
 class ModelUsage:
-    """Usage of a model, as reported by its replicas.
-
-    running  number of current requests
-    idle_s   seconds since the last one ended, or since the replicas were started
-    """
+    """Current requests of a model's replicas, and seconds since the last one ended or the replicas were started."""
 
     running: int = 0
     idle_s: float = 0.0
@@ -39,7 +35,6 @@ class ModelState:
     """State of a model for an operator.
 
     awaited  whether a replica should respond now
-    running  current requests of its replicas
     idle_s   seconds since its last request ended, or since it was loaded; 0 if it is not loaded
     """
 
@@ -69,17 +64,19 @@ class ModelState:
         return cls(name, state, residency.load, pinned, awaited, usage.running, usage.idle_s, residency.idle_ttl_s)
 
     def to_dict(self) -> dict[str, object]:
-        """Return plain values for JSON."""
         fields = asdict(self) | {"idle_s": round(self.idle_s, 1)}
         del fields["awaited"]
         return fields
 
 
 class Lifecycle(Protocol):
-    """Interface of a service's lifecycle in an ingress process."""
+    """A service's lifecycle in an ingress process. `load`, `unload` and `pin` raise RefusedError: 404, no such model;
+    409,
+    Ray Serve manages it, or it is pinned and to be unloaded; `load` also as `demand`.
+    """
 
     async def states(self) -> Sequence[ModelState]:
-        """Return the state of all models, in the order of the models file."""
+        """Return the states in the order of the models file."""
 
     async def demand(self, name: str) -> None:
         """Load a model for a waiting request if its residency allows that; none of its replicas responds.
@@ -90,32 +87,20 @@ class Lifecycle(Protocol):
         """
 
     async def load(self, name: str) -> ModelState:
-        """Load a model, unloading others if necessary; return when it responds.
-
-        Raises:
-            RefusedError: see `demand`; 404, there is no such model; 409, Ray Serve manages it.
-        """
+        """Load a model, unloading others if necessary; return when it responds."""
 
     async def unload(self, name: str) -> ModelState:
-        """Unload a model. Current requests are completed; new ones are rejected until it is loaded again, or load it if
-        the models file says ``load: on_demand``.
-
-        Raises:
-            RefusedError: 404; 409, it is pinned, or Ray Serve manages it.
+        """Unload a model after its current requests. New ones are rejected until it is loaded again, or load it if the
+        models
+        file says ``load: on_demand``.
         """
 
     async def pin(self, name: str, pinned: bool) -> ModelState:
-        """Pin or unpin a model. Does not load it.
-
-        Raises:
-            RefusedError: 404; 409, Ray Serve loads and unloads it.
-        """
+        """Pin or unpin a model. Does not load it."""
 
     async def restore(self) -> None:
-        """Read which models are loaded and the operator's decisions, from an earlier run of this service.
-
-        Raises:
-            PacelineError: they cannot be read.
+        """Read which models are loaded, and the decisions of an earlier run. Raises PacelineError if that is
+        impossible.
         """
 
     async def watch(self) -> None:
@@ -123,7 +108,6 @@ class Lifecycle(Protocol):
 
 
 def first_state(residency: Residency) -> State:
-    """Return the state of a model when its service starts."""
     if residency.autoscaling is not None:
         return "scaled"
     return "loaded" if residency.load == "eager" else "unloaded"
@@ -131,9 +115,7 @@ def first_state(residency: Residency) -> State:
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
-    """Decisions of an operator while a service runs: models by name.
-
-    Models in the state of the models file are in none of these.
+    """Models, by name, that an operator has changed while a service runs.
 
     pinned    stay in memory
     unpinned  may be unloaded, though the file pins them
@@ -153,14 +135,10 @@ _LOOKS = 8  # checks of idle models in the shortest time to live
 
 
 class Loader(Protocol):
-    """Loader that starts and ends models."""
+    """Starts and ends models, and keeps an operator's decisions. Every method may raise PacelineError."""
 
     async def load(self, name: str) -> None:
-        """Load a model; return when it responds.
-
-        Raises:
-            PacelineError: it does not start; its processes have ended.
-        """
+        """Load a model; return when it responds. If it does not start, its processes have ended."""
 
     async def unload(self, name: str) -> None:
         """Unload a model; return when its requests are completed and its cores are free."""
@@ -177,25 +155,14 @@ class Loader(Protocol):
         """
 
     async def to_unload(self, name: str, movable: Sequence[str]) -> Sequence[str]:
-        """Return which of the ``movable`` models, the first ones first, to unload for this one.
-
-        Raises:
-            RoomError: it does not fit, even if all of them are unloaded.
+        """Return which of the ``movable`` models, the first ones first, to unload for this one. Raises RoomError if it
+        does not fit, even without all of them.
         """
 
     async def remember(self, decisions: Decisions) -> None:
-        """Store the operator's decisions in place of earlier ones, so that they outlive this process.
+        """Store decisions in place of earlier ones, so that they outlive this process."""
 
-        Raises:
-            PacelineError: they cannot be stored.
-        """
-
-    async def remembered(self) -> Decisions:
-        """Return the stored decisions.
-
-        Raises:
-            PacelineError: they cannot be read.
-        """
+    async def remembered(self) -> Decisions: ...
 
 
 @dataclass(slots=True)
@@ -273,7 +240,6 @@ class ModelLifecycle:
                 log.warning("unloading idle models failed (%s: %s)", type(error).__name__, error)
 
     async def unload_idle(self) -> None:
-        """Unload every model whose idle time exceeds its time to live."""
         for name, model in self._models.items():
             limit = _limit(model)
             if limit is None:
@@ -284,9 +250,7 @@ class ModelLifecycle:
                     log.info("%s was unloaded after %.0f s without a request", name, idle_s)
 
     async def _decide(self, model: _Kept, *, pinned: bool, stopped: bool) -> None:
-        """Apply and store an operator's decision. Raises RefusedError (503) if it cannot be stored; then it has no
-        effect.
-        """
+        """Apply and store an operator's decision. It has no effect if it cannot be stored (RefusedError, 503)."""
         before = model.pinned, model.stopped
         if before == (pinned, stopped):
             return
@@ -351,7 +315,7 @@ class ModelLifecycle:
         return {name: one.idle_s for name, one in used.items() if not one.running}
 
     async def _usage(self, *names: str) -> dict[str, ModelUsage]:
-        """Return the usage of models whose replicas respond. That of others is unknown, so they stay loaded."""
+        """Return the usage of models that respond. That of others is unknown, so they stay loaded."""
         found = await asyncio.gather(*(self._loader.usage(name) for name in names))
         return {name: usage for name, usage in zip(names, found, strict=True) if usage is not None}
 
@@ -377,7 +341,6 @@ class ModelLifecycle:
         return self._models[name]
 
     def _managed(self, name: str) -> _Kept:
-        """Return a model that an operator may change."""
         model = self._model(name)
         if model.state == "scaled":
             message = f"{name} is loaded and unloaded by Ray Serve (autoscaling); change its bounds instead"
@@ -389,5 +352,5 @@ class ModelLifecycle:
 
 
 def _limit(model: _Kept) -> float | None:
-    """Return the idle seconds after which it is unloaded; None if Ray Serve scales it, with its own limit."""
+    """Idle seconds after which a model is unloaded; None if Ray Serve scales it, with its own limit."""
     return None if model.state == "scaled" else model.residency.idle_ttl_s

@@ -1,8 +1,8 @@
 """Metrics of a replica under vLLM's names, for Prometheus: at `/metrics`, and among the metrics of Ray's nodes.
 
 `/metrics` has names with a colon, as vLLM does. Ray allows none, so in Ray `vllm:num_requests_running` is
-`ray_vllm_num_requests_running`. Requests are timed in this module, at the replica's edge; counts of drafting are the
-engine's (`paceline.workers.shared_engine`). See also: the dashboard (`docs/grafana.json`).
+`ray_vllm_num_requests_running`. Requests are timed here, at the replica's edge; counts of drafting are the engine's.
+See also: the dashboard (`docs/grafana.json`).
 """
 
 from __future__ import annotations
@@ -102,20 +102,17 @@ class MetricSet:
         self._shown: dict[str, float] = {}
 
     def observe(self, name: str, value: float) -> None:
-        """Add one observation to a histogram."""
         self._own[name].labels(**self._values).observe(value)
         if name in self._ray:
             self._observed.append((name, value))
 
     def add(self, name: str, amount: float, **labels: str) -> None:
-        """Add to a counter."""
         if amount > 0:
             self._own[name].labels(**self._values, **labels).inc(amount)
             if name in self._ray:
                 self._added[name, tuple(labels.items())] += amount
 
     def show(self, name: str, value: float) -> None:
-        """Set a gauge."""
         self._own[name].labels(**self._values).set(value)
         if name in self._ray:
             self._shown[name] = value
@@ -127,7 +124,6 @@ class MetricSet:
         self._seen[key] = max(total, self._seen.get(key, 0.0))
 
     def update(self, figures: EngineFigures, health: DrafterHealth | None, *, num_slots: int) -> None:
-        """Update from the counts of the engine and of a draft in another process."""
         self.show("vllm:num_requests_running", figures.running)
         self.show("vllm:num_requests_waiting", figures.waiting)
         self.show("vllm:kv_cache_usage_perc", figures.running / num_slots)
@@ -182,16 +178,14 @@ class MetricSet:
             self.observe("vllm:request_inference_time_seconds", one.prefill + one.decode)
 
     def text(self) -> str:
-        """Return the metrics in Prometheus' text format."""
         from prometheus_client import generate_latest
 
         return generate_latest(self._registry).decode()
 
 
 class RequestTimes:
-    """Records the times of one response in the metrics.
-
-    ``resumed``: an earlier replica accepted the request, whose prompt counts once.
+    """Records the times of one response. ``resumed``: an earlier replica accepted the request, whose prompt counts
+    once.
     """
 
     def __init__(self, metrics: MetricSet, *, resumed: bool) -> None:
@@ -201,7 +195,6 @@ class RequestTimes:
         self._tokens = self._skipped = 0
 
     def take(self, item: Item) -> None:
-        """Record the next item of the response."""
         metrics = self._metrics
         if isinstance(item, StreamStart) and not self._resumed:
             metrics.add("vllm:prompt_tokens", item.prompt_tokens)

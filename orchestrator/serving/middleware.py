@@ -48,12 +48,11 @@ def identify(scope: Scope) -> str:
 
 
 def refused_response(error: RefusedError) -> JSONResponse:
-    """Return an error object as an HTTP response."""
     return JSONResponse(error.body, error.status, error.headers)
 
 
 class JsonFormatter(logging.Formatter):
-    """Log formatter: a record as a line of JSON; of the access log, each field separately."""
+    """A record as a line of JSON; of the access log, each field separately."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {
@@ -125,10 +124,10 @@ class Cors:
 
 
 class ApiKeys:
-    """Accepts requests with one of the keys, compared in constant time; without keys, all requests.
-
-    Rejects a request (429) whose key has ``limit`` requests running or waiting in any process of the service; None: no
-    limit. A request counts until the end of its response. Only generation counts: POST below /v1.
+    """Accepts requests with one of the keys, compared in constant time; without keys, all requests. Rejects a request
+    (429) whose key has ``limit`` requests running or waiting in any process of the service; None: no limit. Only
+    generation
+    counts: POST below /v1, until the end of the response.
     """
 
     def __init__(self, app: ASGIApp, *, keys: Sequence[str], limit: int | None, counts: KeyCounts) -> None:
@@ -220,11 +219,7 @@ class _Gzip:
         self._left, self._stream = limit, zlib.decompressobj(wbits=31)
 
     def read(self, data: bytes, *, last: bool) -> bytes | None:
-        """Decompress the next part; None: there is more than the limit.
-
-        Raises:
-            RefusedError: it is not gzip, or ends early.
-        """
+        """Decompress the next part; None: there is more than the limit."""
         try:
             body = self._stream.decompress(data, self._left + 1)
         except zlib.error as error:
@@ -250,11 +245,9 @@ class KeyCounts:
         self._own: Counter[str] = Counter()
 
     def own(self) -> Mapping[str, int]:
-        """Return the counts of this process, by hash."""
         return dict(self._own)
 
     def total(self, key: str) -> int:
-        """Return the count of a key, over all processes."""
         hashed = _hash(key)
         return self._own[hashed] + self.elsewhere.get(hashed, 0)
 

@@ -28,7 +28,7 @@ from paceline.serving.answer import (
     acceptance_metrics,
 )
 from paceline.serving.errors import TOO_LONG, RefusedError, model_not_found, refusal
-from paceline.serving.openai.fields import FURTHER
+from paceline.serving.openai.fields import SAME_SAMPLING
 from paceline.serving.openai.requests import (
     ChatRequest,
     CompletionRequest,
@@ -61,7 +61,6 @@ from paceline.serving.router import (
     RequestContext,
     StreamChunk,
     StreamStart,
-    TextRequest,
     TokenRequest,
 )
 from paceline.serving.tool_formats import TOLD, ToolFormat, told_turns, tool_format
@@ -83,7 +82,7 @@ class ModelServer:
     """Server of one model. Used from one event loop; its calls share the rounds of the engine.
 
     limits  limits of the engine's generator (`SpeculativeGenerator.limits`)
-    card    description of the model; its chat format is filled in by this class
+    card    description of the model, without its chat format
     """
 
     def __init__(self, tokenizer: Tokenizer, engine: SharedEngine, limits: TargetLimits, *, card: ModelCard) -> None:
@@ -105,17 +104,16 @@ class ModelServer:
         """Yield the response: `StreamStart` as soon as the request waits for a slot, then chunks; or `Failed` at any
         point.
 
-        ``skip``: number of tokens of each choice that were sent before; () if none were.
-
-        Raises:
-            EventLoopError: another event loop uses this server. (Every other failure is an item.)
+        ``skip``: number of tokens of each choice that were sent before; () if none were. Raises EventLoopError if
+        another event
+        loop uses this server; every other failure is an item.
         """
-        if self._calls is None or self._calls.is_over:
+        if self._calls is None or self._calls.loop.is_closed():
             self._calls = AsyncEngine(self._engine)
         answer = None
         try:
             # Templates and tokenizers take milliseconds, and more for long prompts.
-            prompts, requests, answer = await asyncio.to_thread(self._prepare, request, context, tuple(skip))
+            prompt_tokens, requests, answer = await asyncio.to_thread(self._prepare, request, context, tuple(skip))
             deadline = None if context.deadline is None else time.monotonic() + context.deadline - time.time()
             interval_s = context.interval_s if request.stream else _BODY_S
             call = Call(f"{context.id}-{time.monotonic_ns()}", requests, context.client, deadline, interval_s)
@@ -125,9 +123,9 @@ class ModelServer:
                     # The call is enqueued or rejected, and its first token may have arrived.
                     await asyncio.wait([first], timeout=_FIRST_TOKEN_WAIT_S)
                     if first.done() and first.exception() is None:
-                        yield StreamStart(prompts.num_tokens, followed=True)
+                        yield StreamStart(prompt_tokens, followed=True)
                     elif not first.done():
-                        yield StreamStart(prompts.num_tokens)
+                        yield StreamStart(prompt_tokens)
                     update = await first
                 finally:
                     first.cancel()
@@ -152,11 +150,9 @@ class ModelServer:
             yield Failed(refusal(error, request.prompt_field), lost, cause)
 
     async def tokenize(self, request: TokenizeRequest) -> TokenizeResponse:
-        """Tokenize a request; see `ModelRouter`."""
         return await asyncio.to_thread(self._tokenize, request)
 
     async def detokenize(self, request: DetokenizeRequest) -> DetokenizeResponse:
-        """Decode token ids; see `ModelRouter`."""
         if unknown := [token for token in request.tokens if token >= self._limits.vocab_size]:
             size = self._limits.vocab_size
             raise RefusedError(
@@ -182,62 +178,58 @@ class ModelServer:
 
     def _prepare(
         self, request: GenerationRequest, context: RequestContext, skip: Sequence[int]
-    ) -> tuple[RequestPrompts, list[Request], Answer | TokenAnswer]:
+    ) -> tuple[int, list[Request], Answer | TokenAnswer]:
+        """-> tokens of all prompts, the requests to the engine, and what writes their response"""
         if isinstance(request, TokenRequest):
             return self._prepare_ids(request, skip)
-        chat_request = request.chat() if isinstance(request, ResponsesRequest) else request
-        if isinstance(chat_request, ChatRequest):
-            prompts = chat_prompts(self._tokenizer, chat_request, self._format)
+        asked = request.chat() if isinstance(request, ResponsesRequest) else request
+        told, decoder = False, self._decoder
+        if isinstance(asked, ChatRequest):
+            prompts = chat_prompts(self._tokenizer, asked, self._format)
+            told = self._format.calls_by_grammar(asked)
+            decoder = self._chat_decoders[bool(asked.tools_offered)]
         else:
-            prompts = _completion_prompts(self._tokenizer, chat_request)
-        told = isinstance(chat_request, ChatRequest) and self._format.calls_by_grammar(chat_request)
-        params = sampling_params(chat_request, self._tokenizer, prompts.reasoning, told=told)
-        rows = [ids for ids in prompts.ids for _ in range(chat_request.n)]
-        requests = Request.batch(rows, params, self._limits_of(chat_request, rows, context.max_sequence))
-        writer = self._writer(request, context, prompts, told=told)
-        stop = StopStrings.of(params.stop_strings)
-        decoder = self._decoder
-        if isinstance(chat_request, ChatRequest):
-            decoder = self._chat_decoders[bool(chat_request.tools_offered)]
-        pieces = chat_request.top_logprobs_wanted is not None
-        pieces |= chat_request.return_token_ids or chat_request.return_token_origins
+            prompts = _completion_prompts(self._tokenizer, asked)
+        params = sampling_params(asked, self._tokenizer, prompts.reasoning, told=told)
+        rows = [ids for ids in prompts.ids for _ in range(asked.n)]
+        requests = Request.batch(rows, params, self._limits_of(asked, rows, context.max_sequence))
+        said = {"tool_call_format": "generic"} if told else {}
+        writer: AnswerWriter
+        if isinstance(request, ResponsesRequest):
+            writer = ResponsesWriter(request, context, said)
+        elif isinstance(request, CompletionRequest):
+            writer = CompletionWriter(request, context, self._token_bytes, prompts=prompts.echoed)
+        else:
+            writer = ChatWriter(request, context, self._token_bytes, said=said)
+        pieces = asked.top_logprobs_wanted is not None or asked.return_token_ids or asked.return_token_origins
         choices = [
             ChoiceRenderer(
                 index,
-                StopStringFilter(stop, decoder, ids),
-                self._parser(chat_request, prompts),
+                StopStringFilter(requests[0].stop_strings, decoder, ids),
+                self._parser(asked, prompts),
                 skip=skip[index] if skip else 0,
                 by_token=writer.by_token,
                 pieces=pieces,
             )
             for index, ids in enumerate(rows)
         ]
-        spec_tokens = 0 if chat_request.speculative.is_off else self.card.num_spec_tokens
-        level = chat_request.speculative.metrics or context.spec_metrics
-        answer = Answer(
-            chat_request, writer, choices,
-            prompt_tokens=prompts.num_tokens,
-            metrics=partial(acceptance_metrics, num_spec_tokens=spec_tokens, level=level),
-        )  # fmt: skip
-        return prompts, requests, answer
+        spec_tokens = 0 if asked.speculative.is_off else self.card.num_spec_tokens
+        level = asked.speculative.metrics or context.spec_metrics
+        prompt_tokens = sum(map(len, prompts.ids))
+        metrics = partial(acceptance_metrics, num_spec_tokens=spec_tokens, level=level)
+        return prompt_tokens, requests, Answer(asked, writer, choices, prompt_tokens=prompt_tokens, metrics=metrics)
 
-    def _prepare_ids(
-        self, request: TokenRequest, skip: Sequence[int]
-    ) -> tuple[RequestPrompts, list[Request], TokenAnswer]:
+    def _prepare_ids(self, request: TokenRequest, skip: Sequence[int]) -> tuple[int, list[Request], TokenAnswer]:
         params = request.params
         if params.stop_strings or params.structured_outputs is not None or isinstance(params.prediction, str):
             params = replace(params, tokenizer=self._tokenizer)
         requests = Request.batch(request.prompts, params, self._limits)
-        return RequestPrompts([list(ids) for ids in request.prompts]), requests, TokenAnswer(len(requests), skip)
+        return sum(map(len, request.prompts)), requests, TokenAnswer(len(requests), skip)
 
     def _limits_of(
         self, request: CompletionRequest | ChatRequest, prompts: Sequence[Sequence[int]], most: int | None
     ) -> TargetLimits:
-        """Return the limits for a request. ``most``: tokens of a prompt and its response that the operator allows.
-
-        Raises:
-            RefusedError: the request explicitly needs more.
-        """
+        """Return the limits for a request. ``most``: tokens of a prompt and its response that the operator allows."""
         room = self._limits.n_positions if most is None else min(most, self._limits.n_positions)
         longest, requested = max(map(len, prompts)), request.tokens_asked
         if requested is not None and longest < room < longest + requested:
@@ -249,7 +241,7 @@ class ModelServer:
         return replace(self._limits, n_positions=room)
 
     def _parser(self, request: CompletionRequest | ChatRequest, prompts: RequestPrompts) -> Parser:
-        """Return the parser of reasoning and tool calls in the text of one choice."""
+        """The parser of reasoning and tool calls in the text of one choice."""
         parser: Parser = Parser()
         if not isinstance(request, ChatRequest):
             return parser
@@ -266,22 +258,11 @@ class ModelServer:
             return ReasoningParser(self._format.reasoning, parser, started=prompts.in_reasoning)
         return parser
 
-    def _writer(
-        self, request: TextRequest, context: RequestContext, prompts: RequestPrompts, *, told: bool
-    ) -> AnswerWriter:
-        said = {"tool_call_format": "generic"} if told else {}
-        if isinstance(request, ResponsesRequest):
-            return ResponsesWriter(request, context, said)
-        if isinstance(request, CompletionRequest):
-            return CompletionWriter(request, context, self._token_bytes, prompts=prompts.echoed)
-        return ChatWriter(request, context, self._token_bytes, said=said)
-
 
 class LocalRouter:
-    """Model servers of this process as a `paceline.serving.router.ModelRouter`, so that HTTP runs without Ray.
-
-    servers  current servers by model name
-    metrics  returns the metrics text
+    """Model servers of this process, by model name, as a `paceline.serving.router.ModelRouter`, so that HTTP runs
+    without
+    Ray. ``metrics`` returns the metrics text.
     """
 
     def __init__(self, servers: Mapping[str, ModelServer], metrics: Callable[[], bytes] = bytes) -> None:
@@ -319,9 +300,7 @@ async def _failed(error: RefusedError) -> AsyncIterator[Item]:
 
 
 class NoTokenizer:
-    """Replacement for the tokenizer of a checkpoint without one, for requests by ids: raises an error if a tokenizer is
-    needed.
-    """
+    """In place of the tokenizer of a checkpoint without one, for requests by ids."""
 
     def __init__(self, error: CheckpointError) -> None:
         self._error = error
@@ -350,7 +329,6 @@ class ChatFormat:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> ChatFormat:
-        """Read the chat format of a tokenizer."""
         templates: Any = getattr(tokenizer, "chat_template", None)
         if not templates:
             return cls()
@@ -378,7 +356,6 @@ class ChatFormat:
 class RequestPrompts:
     """Prompts of one request.
 
-    ids             token ids of each prompt
     echoed          text and ids of the prompt of each choice, if it is repeated in the response
     in_reasoning    whether the template has already opened the reasoning of the response
     reasoning       markers of the reasoning that may precede the response; None: there is none
@@ -389,14 +366,8 @@ class RequestPrompts:
     in_reasoning: bool = False
     reasoning: ReasoningMarkers | None = None
 
-    @property
-    def num_tokens(self) -> int:
-        """Total number of prompt tokens."""
-        return sum(map(len, self.ids))
-
 
 def _completion_prompts(tokenizer: Tokenizer, request: CompletionRequest) -> RequestPrompts:
-    """Tokenize the prompts of a completion."""
     ids = [tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in request.prompts]
     if not request.echo:
         return RequestPrompts(ids)
@@ -405,7 +376,6 @@ def _completion_prompts(tokenizer: Tokenizer, request: CompletionRequest) -> Req
 
 
 def chat_prompts(tokenizer: Tokenizer, request: ChatRequest, form: ChatFormat) -> RequestPrompts:
-    """Render and tokenize the prompt of a chat."""
     text = _chat_text(tokenizer, request, form)
     ids, row = [tokenizer.encode(text, add_special_tokens=False)], form.reasoning
     if row is None:
@@ -419,11 +389,7 @@ def chat_prompts(tokenizer: Tokenizer, request: ChatRequest, form: ChatFormat) -
 
 
 def _chat_text(tokenizer: Tokenizer, request: ChatRequest | TokenizeRequest, form: ChatFormat) -> str:
-    """Render a conversation as the text that the model reads.
-
-    Raises:
-        RefusedError: there is no chat template, or it rejects the messages.
-    """
+    """Render a conversation as the text that the model reads."""
     chat_tokenizer: Any = tokenizer
     if not form.template:
         raise RefusedError(400, "messages: this model has no chat template; use /v1/completions", param="messages")
@@ -461,7 +427,7 @@ def _chat_text(tokenizer: Tokenizer, request: ChatRequest | TokenizeRequest, for
 
 
 def _with_text_arguments(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages whose calls have their arguments as text, which some templates want."""
+    """Messages whose calls have their arguments as text, which some templates want."""
     return [
         {**turn, "tool_calls": [
             {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
@@ -472,11 +438,7 @@ def _with_text_arguments(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, A
 
 
 def _as_dict(message: Message) -> dict[str, Any]:
-    """Convert a message for templates: content as text, and calls whose arguments are objects. `developer` is `system`.
-
-    Raises:
-        RefusedError: the arguments of a call are not JSON.
-    """
+    """Convert a message for templates: content as text, arguments of calls as objects; `developer` is `system`."""
     role = "system" if message.role == "developer" else message.role
     entry: dict[str, Any] = {"role": role, "content": message.text}
     if message.name is not None:
@@ -513,34 +475,23 @@ def sampling_params(
     """Return the sampling parameters for the engine. A greedy request has all values too, so that one out of range is
     always rejected.
 
-    ``reasoning``: markers of the text that may precede a structured response. ``told``: see `ChatFormat.tells`.
-
-    Raises:
-        SamplingError: a value is out of range, or a schema, expression or grammar cannot be compiled.
+    ``reasoning``: markers of the text that may precede a structured response. ``told``: see `ChatFormat.tells`. Raises
+    SamplingError, also for a schema, expression or grammar that cannot be compiled.
     """
     stops = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
     structured = _structured(request, told=told)
     return SamplingParams(
         max_new_tokens=request.max_new_tokens,
-        min_tokens=request.min_tokens,
-        ignore_eos=request.ignore_eos,
-        seed=request.seed,
         do_sample=request.temperature != 0,
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=request.top_k,
-        min_p=request.min_p,
         stop_strings=StopStrings(stops, scope="output") if stops else None,
         repetition_penalty=None if request.repetition_penalty == 1 else request.repetition_penalty,
-        presence_penalty=request.presence_penalty,
-        frequency_penalty=request.frequency_penalty,
         logit_bias={int(token): bias for token, bias in request.logit_bias.items()} or None,
         prompt_logprobs=request.prompt_logprobs_wanted,
         logprobs=request.top_logprobs_wanted,
         structured_outputs=None if structured is None else replace(structured, after=reasoning),
         prediction=request.prediction.text if request.prediction is not None else None,
         use_speculation=not request.speculative.is_off,
-        **{one.name: getattr(request, one.name) for one in FURTHER},
+        **{name: getattr(request, name) for name in SAME_SAMPLING},
         max_draft_tokens=request.speculative.k or None,
         drafter=request.speculative.drafter,
         tokenizer=tokenizer,
@@ -548,8 +499,8 @@ def sampling_params(
 
 
 def _structured(request: CompletionRequest | ChatRequest, *, told: bool) -> StructuredOutput | None:
-    """Return the structure required of the text: the request's own, or that of the calls that it requires, or may make
-    where messages told of them.
+    """The structure required of the text: the request's own, or that of the calls that it requires, or may make where
+    messages told of them.
     """
     if isinstance(request, ChatRequest) and (calls := _demanded_calls(request)) is not None:
         return StructuredOutput("json_schema", calls)
@@ -566,9 +517,7 @@ def _structured(request: CompletionRequest | ChatRequest, *, told: bool) -> Stru
 
 
 def _demanded_calls(request: ChatRequest) -> dict[str, Any] | None:
-    """Return the JSON schema of the required calls, as `parsers.tools` reads them: arguments of one function, or a list
-    of calls of any. None if no call is required.
-    """
+    """The JSON schema of the required calls: arguments of one function, or a list of calls of any."""
     choice = request.tool_choice
     if isinstance(choice, NamedTool):
         return next(_arguments(tool) for tool in request.tools if tool.function.name == choice.function.name)

@@ -91,8 +91,16 @@ class StateParser(Parser):
             self._state = then
         return piece
 
+    def _take_arguments(self, value: JsonValue, then: State) -> Delta:
+        """Take what has come of a call's arguments; the state after them follows."""
+        end = value.end(self._held)
+        piece = self._take(end)
+        delta = Delta(tool_calls=(ToolCallDelta(self.calls, None, piece),)) if piece else Delta()
+        if end is not None:
+            self.calls, self._state = self.calls + 1, then
+        return delta
+
     def _plain(self) -> Delta:
-        """Everything is text for the reader."""
         return Delta(self._take())
 
     def _around(self, text: str) -> Delta:
@@ -212,7 +220,6 @@ class _JsonCall:
         self._done = False
 
     def push(self, text: str, index: int) -> Delta:
-        """Add text; return the addition to the call of that index."""
         self.text += text
         if self._done:
             return Delta()
@@ -251,14 +258,13 @@ class _JsonCall:
 
 
 class _JsonCallsParser(StateParser):
-    """Base of parsers of calls as JSON. ``between``: the state outside of them."""
+    """Base of parsers of calls as JSON. ``between``: the state outside of them. ``keyed``: a call is {name:
+    arguments}.
+    """
 
-    keyed = False
-    """Whether a call is {name: arguments}."""
-
-    def __init__(self, between: State) -> None:
+    def __init__(self, between: State, *, keyed: bool = False) -> None:
         super().__init__(between)
-        self._between, self._call = between, _JsonCall(keyed=self.keyed)
+        self._between, self._keyed, self._call = between, keyed, _JsonCall(keyed=keyed)
 
     def flush(self) -> Delta:
         if self._state == self._object:
@@ -266,14 +272,13 @@ class _JsonCallsParser(StateParser):
         return Delta(self._take() if not self.calls else "")
 
     def _object(self) -> Delta:
-        """Inside a call, which ends with its JSON object."""
         end = self._call.extent.end(self._held)
         delta = self._call.push(self._take(end), self.calls)
         return delta if end is None else delta + self._finish()
 
     def _finish(self) -> Delta:
         """End the call; return its rest, or its text if it is none."""
-        call, self._call, self._state = self._call, _JsonCall(keyed=self.keyed), self._between
+        call, self._call, self._state = self._call, _JsonCall(keyed=self._keyed), self._between
         if (delta := call.finish(self.calls)) is None:
             return self._no_call(call.text)
         self.calls += 1
@@ -341,7 +346,7 @@ def calls_schema(functions: Sequence[tuple[str, dict[str, Any]]], *, several: bo
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """Return a schema whose references to its root are to its place in another schema."""
+    """A schema whose references to its root are to its place in another schema."""
     if isinstance(schema, list):
         return [_moved(one, place) for one in schema]
     if not isinstance(schema, dict):
@@ -394,10 +399,11 @@ class MarkedListParser(_JsonCallsParser):
     """A marker and calls as JSON, in a list or not, with text around: Command R7B, Granite 3, Nemotron Nano.
 
     start, end  the markers; without an end the list's bracket ends it
+    keyed       a call is {name: arguments}: Apertus
     """
 
-    def __init__(self, start: str, end: str = "") -> None:
-        super().__init__(self._list)
+    def __init__(self, start: str, end: str = "", *, keyed: bool = False) -> None:
+        super().__init__(self._list, keyed=keyed)
         self._start, self._end = start, end
         self._state = self._text
 
@@ -408,11 +414,9 @@ class MarkedListParser(_JsonCallsParser):
         return Delta(held if self._state == self._text else "")
 
     def _text(self) -> Delta:
-        """Outside of calls."""
         return self._around(self._take_until(self._start, self._list))
 
     def _list(self) -> Delta:
-        """Inside a list, between calls."""
         begun = self._held.lstrip(" \n\t,")
         if begun.startswith("{"):
             self._held, self._state = begun, self._object
@@ -440,11 +444,9 @@ class MistralParser(MarkedListParser):
         return super().flush()
 
     def _text(self) -> Delta:
-        """Outside of calls."""
         return self._around(self._take_until(_TOOL_CALLS, self._head))
 
     def _head(self) -> Delta:
-        """Parse the text after the marker: a list, or a name."""
         begun = self._held.lstrip()
         if not begun:
             return Delta()
@@ -465,12 +467,7 @@ class MistralParser(MarkedListParser):
         return Delta(tool_calls=(ToolCallDelta(self.calls, name, ""),))
 
     def _arguments(self) -> Delta:
-        """Inside the arguments of a call whose name is known."""
-        end = self._value.end(self._held)
-        delta = Delta(tool_calls=(ToolCallDelta(self.calls, None, self._take(end)),))
-        if end is not None:
-            self.calls, self._state = self.calls + 1, self._text
-        return delta
+        return self._take_arguments(self._value, self._text)
 
 
 class PythonicParser(StateParser):

@@ -9,15 +9,14 @@
         args: {models: /path/models.yaml, instance: inf2.48xlarge}
 
 `deploy_config` writes that file. A replica of a model is a replica group (`paceline.placement.planning.groups`): the
-process that runs the target, and its draft if that has its own cores. Serve starts the requested number of replicas;
-models loaded on demand are separate applications (`paceline.serving.serve_lifecycle`).
+process that runs the target, and its draft if that has its own cores. Models loaded on demand are separate applications
+(`paceline.serving.serve_lifecycle`).
 
 A request through Serve's proxy costs the proxy and the ingress process more than the ingress needs to serve it directly
 (docs/decisions/0019). So on the launcher's machine the ingress process accepts connections itself (`serving`), at a
 socket that it gets from the launcher (`ListeningSocket`, `receive_socket`). The launcher keeps the socket open: an
 address in use is an error before anything starts, and while an ingress process is replaced, connections wait and are
-not rejected. Several processes may hold the socket; each connection is accepted by one of them. It is passed through a
-socket file that only its owner can use (SCM_RIGHTS; Linux, unix(7)).
+not rejected. The socket is passed through a file that only its owner can use (SCM_RIGHTS; Linux, unix(7)).
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import uvicorn
@@ -154,8 +152,7 @@ class Ingress:
 
     handles   model -> handle of its deployment, for models that are loaded from the start
     groups    groups of all models
-    handover  source of this process's listening socket (`receive_socket`); "": Serve's proxy listens, and
-              forwards requests
+    handover  as of `application`
     """
 
     def __init__(
@@ -187,7 +184,7 @@ class Ingress:
         )
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        """Build the ASGI application; called by Ray Serve in the replica."""
+        """Build the ASGI application; Ray Serve calls this in the replica."""
         app = create_app(self._router, self._settings, self._lifecycle, keys=self._keys)
         if self._handover:
             app.router.lifespan_context = self._listening(app, app.router.lifespan_context)
@@ -213,10 +210,10 @@ _KEEP_ALIVE_S = 60.0  # for an idle connection: longer than clients keep theirs,
 _RECEIVE_S = 10.0
 
 
-class ListeningSocket:
-    """Address of a service, and a socket file at which processes of this user get the socket.
-
-    ``handover``: path of the socket file. Connections wait until a process that received the socket listens.
+class ListeningSocket(AbstractContextManager["ListeningSocket"]):
+    """Address of a service, and a socket file (``handover``) at which processes of this user get the socket.
+    Connections
+    wait until a process that received the socket listens.
 
     Raises:
         ConfigurationError: the address is not available.
@@ -246,12 +243,7 @@ class ListeningSocket:
         Path(self.handover).unlink(missing_ok=True)
         self._socket.close()
 
-    def __enter__(self) -> ListeningSocket:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _give(self) -> None:
@@ -263,11 +255,7 @@ class ListeningSocket:
 
 
 def receive_socket(handover: str) -> socket.socket:
-    """Receive the socket of `ListeningSocket`, in a process of the same user on the same machine.
-
-    Raises:
-        WorkerError: no process provides it.
-    """
+    """Receive the socket of `ListeningSocket`, in a process of the same user on the same machine."""
     try:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(_RECEIVE_S)
@@ -283,10 +271,9 @@ def receive_socket(handover: str) -> socket.socket:
 @asynccontextmanager
 async def serving(app: ASGIApp, listening: socket.socket, *, drain_s: float) -> AsyncIterator[None]:
     """Serve connections to ``listening`` with ``app`` during the block. Then no more are accepted, and current
-    responses have ``drain_s`` seconds to end. The caller runs ``app``'s lifespan.
-
-    Raises:
-        OSError: another socket listens at the address: two services that start at the same moment both have it.
+    responses have ``drain_s`` seconds to end. The caller runs ``app``'s lifespan. Raises OSError if another socket
+    listens at
+    the address: two services that start at the same moment both have it.
     """
     config = uvicorn.Config(
         app,

@@ -1,6 +1,5 @@
 """Guards for what Ray Serve leaves open, and all uses of Ray's private names (seen with Ray 2.60): a controller that
-hangs, streams whose reader hangs, the number of replicas, the request of a call, and log files. Storage that outlives
-processes is in `paceline.placement.cluster.nodes`.
+hangs, streams whose reader hangs, the number of replicas, the request of a call, and log files.
 
 `watch_cluster` replaces Serve's controller and the core allocator if they do not respond. Ray restarts an actor whose
 process ended, but does not check whether actors respond, and no process checks the controller, which replaces all
@@ -13,8 +12,7 @@ suspended or unreachable, no other call starts, not even Serve's health check, a
 model replica first polls the ingress process that reads the response, and the ingress process waits until the proxy
 reports that the response is complete. A lost caller confirms nothing, and no process waits for it.
 
-`controller` gets the calls of the dashboard's REST endpoints `GET /api/serve/applications/` and `POST
-.../deployments/NAME/scale`, since Paceline runs no dashboard.
+`controller` gets the calls of the dashboard's REST endpoints, since Paceline runs no dashboard.
 """
 
 from __future__ import annotations
@@ -64,7 +62,6 @@ class WatchedActor:
 
     @property
     def suspects(self) -> bool:
-        """Whether the last health check was missed."""
         return self._missed > 0
 
     def look(self) -> None:
@@ -81,7 +78,7 @@ class WatchedActor:
             self._missed = 0
 
     def process(self) -> int | None:
-        """Return its pid; None while the actor does not exist, or Ray is starting it."""
+        """Return its pid; None while there is none, or Ray is starting it."""
         try:
             state = actors(self._handle()._actor_id.hex())
         except (ValueError, RayError):
@@ -110,13 +107,13 @@ class WatchedActor:
 
 
 def pause_s(living: int, *, suspects: bool = False) -> float:
-    """Return the seconds from one health check to the next.
+    """Return the seconds from one health check to the next, in a cluster of ``living`` nodes.
 
-    Every replica checks the one controller. To keep its load constant in a large cluster, each checks less often the
-    more nodes there are. After a missed check the next one comes soon. Of many checkers one is always about to check,
-    so a suspended process is found as soon as in a small cluster.
-
-    living  number of nodes of the cluster
+    Every replica checks the one controller. To keep its load constant, each checks less often the more nodes there are,
+    but
+    soon after a missed check. Of many checkers one is always about to check, so a suspended process is found as soon as
+    in
+    a small cluster.
     """
     return _PERIOD_S if suspects else _PERIOD_S * max(1.0, living / _SMALL_NODES)
 
@@ -146,9 +143,7 @@ def own_name() -> str:
 
 @dataclass(slots=True)
 class _Line:
-    """Streams that wait for one reader. ``asked_at``: start of its last poll."""
-
-    asked_at: float = float("-inf")
+    asked_at: float = float("-inf")  # start of the last poll
     asking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -160,9 +155,8 @@ class Readers:
         self._actors: dict[str, Any] = {}  # each is looked up once
 
     async def taken(self, reader: str) -> None:
-        """Return when a reader has everything sent to it before. One poll serves all streams that waited before it.
-
-        reader  its `own_name`; "": this process itself
+        """Return when a reader (its `own_name`; "": this process) has everything sent to it before. One poll serves all
+        streams that waited before it.
         """
         if not reader:
             return
@@ -214,12 +208,7 @@ _CONTROLLER_ANSWER_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class DeploymentState:
-    """Serve's state of a deployment.
-
-    target    desired number of replicas
-    replicas  existing replicas, in any state
-    status    Serve's status: HEALTHY, UPDATING, UNHEALTHY, ...
-    """
+    """Serve's state of a deployment: desired and existing replicas, and HEALTHY, UPDATING, UNHEALTHY, ..."""
 
     target: int
     replicas: int
@@ -232,11 +221,7 @@ def controller() -> Any:
 
 
 def running_address() -> tuple[str, int] | None:
-    """Return the host and port that Serve listens at; None if it does not run.
-
-    Raises:
-        RayError: the controller does not respond.
-    """
+    """Return the host and port that Serve listens at; None if it does not run."""
     try:
         actor = controller()
     except ValueError:
@@ -247,11 +232,7 @@ def running_address() -> tuple[str, int] | None:
 
 
 async def running_deployments() -> Mapping[tuple[str, str], DeploymentState]:
-    """Return (application, deployment) -> Serve's state of it.
-
-    Raises:
-        RayError, ValueError: the controller does not respond, or is lost.
-    """
+    """Return (application, deployment) -> Serve's state of it."""
     details = await controller().get_serve_instance_details.remote()
     return {
         (application, name): DeploymentState(int(one["target_num_replicas"]), len(one["replicas"]), str(one["status"]))
@@ -261,11 +242,9 @@ async def running_deployments() -> Mapping[tuple[str, str], DeploymentState]:
 
 
 async def scale_deployment(application: str, deployment: str, replicas: int) -> None:
-    """Set the number of replicas. Returns before they start or end.
-
-    Raises:
-        RayError, ValueError: the controller does not respond, or the application was not deployed with
-            ``external_scaler_enabled``.
+    """Set the number of replicas; return before they start or end. Raises RayError, or ValueError if the application
+    was
+    not deployed with ``external_scaler_enabled``.
     """
     await controller().update_deployment_replicas.remote(DeploymentID(deployment, application), replicas)
 
@@ -295,8 +274,6 @@ SERVE_LOGGING = {"encoding": "JSON", "enable_access_log": False}
 
 
 class _ToServe(logging.Handler):
-    """Passes records to Serve, which writes them with its information on the request."""
-
     def emit(self, record: logging.LogRecord) -> None:
         logging.getLogger("ray.serve").handle(record)
 

@@ -3,7 +3,7 @@ separate process.
 
 Ray Serve starts replicas, chooses one for a request, checks their health, and replaces them; the router resends lost
 requests (`paceline.serving.serve_router`). Cores come from the core allocator, before this module initialises a runtime
-(`paceline.placement.cluster.replica_group`). Responses are written by `paceline.serving.model_server`.
+(`paceline.placement.cluster.replica_group`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from paceline.serving.serve_router import deployment_name
 if TYPE_CHECKING:
     from paceline.placement.cluster.replica_group import ReplicaGroup
     from paceline.placement.cluster.worker_spec import WorkerSpec
-    from paceline.workers.target import TargetHost
+    from paceline.workers.shared_engine import SharedEngine
 
 log = logging.getLogger("paceline")
 
@@ -67,10 +67,7 @@ _FIRST_REQUEST_S = 2.0  # in which the request arrives for which a model was loa
 
 
 class ModelReplica:
-    """Server of one target. Requests share its rounds; those without a free slot wait for one.
-
-    ``by_ids``: requests come from a program, so that a tokenizer may be missing.
-    """
+    """Server of one target. ``by_ids``: requests come from a program, so that a tokenizer may be missing."""
 
     def __init__(
         self,
@@ -96,8 +93,8 @@ class ModelReplica:
         try:
             self._drafter = self._group.drafter()
             settings, drafter = self._group.spec.settings, self._drafter
-            make = cast("Callable[..., TargetHost]", maker(self._group.spec.maker))
-            self._target = self._group.wait_ready(lambda: make(settings, drafter, max_waiting=max_waiting))
+            make = cast("Callable[..., SharedEngine]", maker(self._group.spec.maker))
+            self._engine = self._group.wait_ready(lambda: make(settings, drafter, max_waiting=max_waiting))
             try:
                 tokenizer = load_tokenizer(Path(str(plan.placements[0].model.folder)))
             except CheckpointError as error:
@@ -107,8 +104,8 @@ class ModelReplica:
         except BaseException:
             self._group.close()
             raise
-        card = model_card(group, self._target, self._group.workers)
-        self._server = ModelServer(tokenizer, self._target.engine, self._target.limits, card=card)
+        card = model_card(group, self._engine, self._group.workers)
+        self._server = ModelServer(tokenizer, self._engine, self._engine.generator.limits, card=card)
         self._metrics = MetricSet(group.name, serve.get_replica_context().replica_id.unique_id, ray_too=True)
         self._beat = _Heartbeat(fault_policy.stall_timeout_s)
         self._counting: asyncio.Task[None] | None = None
@@ -117,8 +114,8 @@ class ModelReplica:
     async def stream(
         self, request: GenerationRequest, context: RequestContext, skip: Sequence[int] = ()
     ) -> AsyncIterator[Item | tuple[Item, ...]]:
-        """Stream a response; see `ModelServer.stream`. Items that are ready together are one message, and the stream
-        ends when its reader has taken them.
+        """Stream a response. Items that are ready together are one message, and the stream ends when its reader has
+        taken them.
         """
         if self._counting is None:
             self._counting = asyncio.get_running_loop().create_task(self._count())
@@ -141,11 +138,9 @@ class ModelReplica:
         await self._readers.taken(context.reader)
 
     async def tokenize(self, request: TokenizeRequest) -> TokenizeResponse:
-        """Tokenize a request; see `ModelRouter`."""
         return await self._server.tokenize(request)
 
     async def detokenize(self, request: DetokenizeRequest) -> DetokenizeResponse:
-        """Decode token ids; see `ModelRouter`."""
         return await self._server.detokenize(request)
 
     async def describe(self) -> ModelCard:
@@ -156,7 +151,6 @@ class ModelReplica:
         return self._server.card
 
     async def usage(self) -> ModelUsage:
-        """Return the replica's current usage."""
         return self._requests.usage
 
     async def leave(self, unless_used: bool) -> bool:
@@ -173,17 +167,15 @@ class ModelReplica:
         self._requests.leaving = False
 
     async def metrics_text(self) -> str:
-        """Return the current metrics of this replica."""
         self._update_metrics()
         return self._metrics.text()
 
     async def statistics(self) -> dict[str, object]:
-        """Return the statistics of all requests since the target was last idle."""
-        return dict(self._target.statistics())
+        return self._engine.generator.statistics.to_dict()
 
     async def progress(self) -> int:
-        """Return a number that grows while any request is served."""
-        return self._target.engine.heartbeat
+        """A number that grows while any request is served."""
+        return self._engine.heartbeat
 
     async def check_health(self) -> None:
         """Answer Serve's health check; a replica that raises, or does not respond, is replaced."""
@@ -191,7 +183,7 @@ class ModelReplica:
 
     def _check(self) -> None:
         """Raise WorkerError if no round succeeds, or one does not end."""
-        failure = self._target.engine.failure
+        failure = self._engine.failure
         if isinstance(failure, RankError):
             log.error("a rank of the model failed; this replica exits so that Ray Serve replaces it", exc_info=failure)
             os._exit(1)  # its processes cannot be reconnected
@@ -199,8 +191,8 @@ class ModelReplica:
             raise WorkerError(
                 f"the model's rounds fail repeatedly ({type(failure).__name__}: {failure}); see the replica's log"
             ) from failure
-        figures = self._target.engine.figures()
-        self._beat.check(self._target.engine.heartbeat, busy=figures.running + figures.waiting > 0)
+        figures = self._engine.figures()
+        self._beat.check(self._engine.heartbeat, busy=figures.running + figures.waiting > 0)
 
     async def _count(self) -> None:
         while True:
@@ -210,8 +202,8 @@ class ModelReplica:
 
     def _update_metrics(self) -> None:
         health = None if self._drafter is None else self._drafter.health
-        self._metrics.update(self._target.engine.figures(), health, num_slots=self._num_slots)
-        self._metrics.finished(self._target.engine.take_timings())
+        self._metrics.update(self._engine.figures(), health, num_slots=self._num_slots)
+        self._metrics.finished(self._engine.take_timings())
 
     def __del__(self) -> None:
         group: ReplicaGroup | None = self.__dict__.get("_group")
@@ -242,7 +234,6 @@ class _Requests:
         return True
 
     def end(self) -> None:
-        """Remove a request that has ended."""
         self._running -= 1
         self._since = time.monotonic()
 
@@ -254,7 +245,6 @@ class _Heartbeat:
         self._timeout_s, self._count, self._since = timeout_s, -1, time.monotonic()
 
     def check(self, count: int, *, busy: bool) -> None:
-        """Raise WorkerError if the engine makes no progress."""
         now = time.monotonic()
         if count != self._count or not busy:
             self._count, self._since = count, now
@@ -265,8 +255,7 @@ class _Heartbeat:
             )
 
 
-def model_card(group: ReplicaGroupPlan, target: TargetHost, workers: Sequence[WorkerSpec]) -> ModelCard:
-    """Return the card of a model that is ready."""
+def model_card(group: ReplicaGroupPlan, engine: SharedEngine, workers: Sequence[WorkerSpec]) -> ModelCard:
     model, *drafts = (item.model for item in group.plan.placements)
     methods = ("model",) * len(drafts) or tuple(
         draft.name or recognise(str(draft.path)) for draft in model.speculative.draft
@@ -275,10 +264,10 @@ def model_card(group: ReplicaGroupPlan, target: TargetHost, workers: Sequence[Wo
     return ModelCard(
         group.name,
         int(time.time()),
-        max_model_len=target.limits.n_positions,
+        max_model_len=engine.generator.limits.n_positions,
         methods=methods,
-        drafters=target.limits.drafters,
-        num_spec_tokens=target.num_spec_tokens,
+        drafters=engine.generator.limits.drafters,
+        num_spec_tokens=engine.generator.drafter.draft_shape.num_draft_tokens,
         placement=tuple(
             PlacedModel(
                 spec.label,
@@ -297,11 +286,16 @@ def model_deployment(group: ReplicaGroupPlan, fault_policy: FaultPolicy, *, by_i
     target, *drafts = group.num_cores
     max_waiting = group.plan.placements[0].model.max_waiting  # more requests are answered with 429
     threads, scaling = dict(group.plan.placements[0].env)["OMP_NUM_THREADS"], group.residency.autoscaling
+    idle_s = group.residency.idle_ttl_s
+    replicas: dict[str, Any] = {"num_replicas": group.replicas}
+    if scaling is not None:
+        idle = {} if idle_s is None else {"downscale_to_zero_delay_s": idle_s}
+        replicas = {"autoscaling_config": AutoscalingConfig(**scaling.model_dump(), **idle)}
     variables = {**environment.without_cores(), environment.NOSET: "1", "OMP_NUM_THREADS": threads}
     deployment = serve.deployment(
         ModelReplica,
         name=deployment_name(group.name),
-        **({"num_replicas": group.replicas} if scaling is None else {"autoscaling_config": _autoscaling(group)}),
+        **replicas,
         max_queued_requests=max_waiting,
         **DEPLOYED,
         ray_actor_options={
@@ -316,11 +310,3 @@ def model_deployment(group: ReplicaGroupPlan, fault_policy: FaultPolicy, *, by_i
         placement_group_strategy="STRICT_PACK" if fault_policy.colocate else "PACK",
     )
     return deployment.bind(group, fault_policy, max_waiting, by_ids=by_ids)
-
-
-def _autoscaling(group: ReplicaGroupPlan) -> AutoscalingConfig:
-    residency = group.residency
-    scaling = residency.autoscaling
-    assert scaling is not None
-    idle = {} if residency.idle_ttl_s is None else {"downscale_to_zero_delay_s": residency.idle_ttl_s}
-    return AutoscalingConfig(**scaling.model_dump(), **idle)

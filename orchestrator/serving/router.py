@@ -1,8 +1,5 @@
-"""Interface between HTTP and the models: `paceline.serving.api` uses a `ModelRouter` only.
-
-A router finds a model server for a request, and retries on another one if the first is lost. Responses are rendered
-where the tokens are (`paceline.serving.model_server`), so only finished bytes are sent. Values and protocols only: no
-HTTP, no model, no Ray.
+"""Interface between HTTP and the models: `paceline.serving.api` uses a `ModelRouter` only. Responses are rendered where
+the tokens are (`paceline.serving.model_server`), so only finished bytes are sent. No HTTP, no model, no Ray.
 """
 
 from __future__ import annotations
@@ -32,9 +29,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TokenRequest:
-    """Request of a program, by token ids (`paceline.placement.launch`). Its response has tokens instead of text.
-
-    params  without objects of the program's process
+    """Request of a program, by token ids (`paceline.placement.launch`), whose response has tokens instead of text.
+    ``params``: without objects of the program's process.
     """
 
     model: str
@@ -90,14 +86,14 @@ class RequestContext:
 
 @dataclass(frozen=True, slots=True)
 class StreamStart:
-    """First item of a response: a model accepts the request.
-
-    prompt_tokens  total of all its prompts
-    followed       the next item is ready, so that both can be sent as one message
+    """First item of a response: a model accepts the request. ``prompt_tokens``: of all its prompts. ``followed``: the
+    next
+    item is ready, so that both can be sent as one message.
     """
 
     prompt_tokens: int
     followed: bool = False
+    last: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +115,6 @@ class StreamChunk:
 class Failed:
     """Last item of a response that cannot be completed.
 
-    error  returned to the client
     lost   not caused by the request; another server may succeed
     cause  exception to raise in the program, for a `TokenRequest`
     """
@@ -127,6 +122,7 @@ class Failed:
     error: RefusedError
     lost: bool = False
     cause: Exception | None = None
+    last: ClassVar[bool] = True
 
 
 Item = StreamStart | StreamChunk | Failed
@@ -137,11 +133,8 @@ Item = StreamStart | StreamChunk | Failed
 class PlacedModel:
     """Location of one process of a model, for the page's map of the chip.
 
-    name   name of the model
-    role   "target" or "draft"
-    node   id of the machine
     cores  NeuronCores, or CPU cores of a simulated chip
-    host   name of the machine
+    node   id of the machine; ``host``: its name
     """
 
     name: str
@@ -155,15 +148,12 @@ class PlacedModel:
 class ModelCard:
     """Description of a model by its server.
 
-    name             model name in requests
     created          seconds since 1970 when it became ready
     max_model_len    positions, prompt included
     methods          names of drafter rows (`paceline.registry`); (): plain decoding
     drafters         names that a request may choose from
     num_spec_tokens  maximum number of drafted tokens per round
-    chat             whether there is a chat template
-    tools, reasoning names of the parsers for its template, or None
-    placement        locations of its processes
+    tools, reasoning names of the parsers for its chat template, or None
     """
 
     name: str
@@ -193,41 +183,28 @@ class ModelCard:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Health of the service. ready: every model that should be served can respond. models: state of each ("ready",
-    ...).
-    """
+    """Whether every model that should be served can respond, and the state of each ("ready", ...)."""
 
     ready: bool
     models: Mapping[str, str] = field(default_factory=dict)
 
 
 class ModelRouter(Protocol):
-    """Finder of the server of a request's model. All methods may be called concurrently."""
+    """Finder of the server of a request's model. All methods may be called concurrently. `tokenize` and `detokenize`
+    raise RefusedError; `metrics` returns Prometheus' text format.
+    """
 
-    async def models(self) -> Sequence[ModelCard]:
-        """Return the models that can respond now."""
+    async def models(self) -> Sequence[ModelCard]: ...
 
     def stream(self, request: GenerationRequest, context: RequestContext) -> AsyncIterator[Item]:
         """Yield the response. Never raises: errors are `Failed` items, with 404 for an unknown model, 503 for one that
         is not ready, 429 if a queue is full. Closing the iterator frees the request's resources.
         """
 
-    async def tokenize(self, request: TokenizeRequest) -> TokenizeResponse:
-        """Return the ids of a text or a conversation.
+    async def tokenize(self, request: TokenizeRequest) -> TokenizeResponse: ...
 
-        Raises:
-            RefusedError: no such model, or its tokenizer rejects the input.
-        """
+    async def detokenize(self, request: DetokenizeRequest) -> DetokenizeResponse: ...
 
-    async def detokenize(self, request: DetokenizeRequest) -> DetokenizeResponse:
-        """Return the text of ids.
+    async def health(self) -> Health: ...
 
-        Raises:
-            RefusedError: no such model, or ids out of its vocabulary.
-        """
-
-    async def health(self) -> Health:
-        """Return the health of all models."""
-
-    async def metrics(self) -> bytes:
-        """Return the metrics in Prometheus' text format."""
+    async def metrics(self) -> bytes: ...

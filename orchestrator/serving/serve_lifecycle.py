@@ -1,10 +1,9 @@
 """Lifecycle of a service over Ray: the client in each ingress process, and the one actor with the `ModelLifecycle`.
 
-`LifecycleActor` is one named actor for all ingress processes. It is created only when needed: for a model on demand, a
-time to live, a limit of API keys, or an operator. It belongs to the ingress process that created it and ends with it.
-The next call creates another one, which reads the loaded models from Ray Serve and the decisions from Ray's key-value
-store. So nothing remains when a service ends. Requests for a model that responds do not pass the actor, which polls the
-model's replicas for its usage. See also: the decisions (`paceline.serving.lifecycle`).
+The actor is created only when needed: for a model on demand, a time to live, a limit of API keys, or an operator. It
+belongs to the ingress process that created it and ends with it. The next call creates another one, which reads the
+loaded models from Ray Serve and the decisions from Ray's key-value store. Requests for a model that responds do not
+pass it; it polls the model's replicas for their usage.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ from paceline.serving import ray_guard
 from paceline.serving.errors import UNAVAILABLE, RefusedError
 from paceline.serving.lifecycle import Decisions, ModelLifecycle, ModelState, ModelUsage
 from paceline.serving.middleware import KeyCounts
-from paceline.serving.ray_guard import DeploymentState
+from paceline.serving.ray_guard import DeploymentState, handle_of
 from paceline.serving.replica import model_deployment
 from paceline.serving.router import ModelCard
-from paceline.serving.serve_router import ServeRouter, deployment_name, handle_to
+from paceline.serving.serve_router import ServeRouter, deployment_name
 
 log = logging.getLogger("paceline")
 
@@ -56,17 +55,12 @@ _STUCK = ("UNHEALTHY", "DEPLOY_FAILED")
 
 
 def actor_name(application: str) -> str:
-    """Return the actor's name, in `paceline.placement.cluster.nodes.NAMESPACE`."""
     return f"paceline-lifecycle-{application}"
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """Models of a service, as known to each process.
-
-    application  name in Serve
-    groups       groups of all models, by name
-    """
+    """Models of a service, as known to each process. ``application``: its name in Serve."""
 
     application: str
     groups: Mapping[str, ReplicaGroupPlan]
@@ -78,11 +72,11 @@ class Service:
 
     def handle(self, name: str) -> Any:
         """Return the handle of a model's deployment, which may not exist."""
-        return handle_to(name, self.application_of(name))
+        return handle_of(deployment_name(name), self.application_of(name))
 
 
 class LifecycleActor:
-    """Actor with the `ModelLifecycle`, and with the requests per API key in all ingress processes."""
+    """The `ModelLifecycle`, and the requests per API key in all ingress processes."""
 
     def __init__(self, service: Service) -> None:
         residencies = {name: group.residency for name, group in service.groups.items()}
@@ -162,7 +156,7 @@ class ServeLifecycle:
                 continue  # it is logged; the last received counts hold
 
     async def _ask(self, method: str, *arguments: object) -> ModelState:
-        """Call the actor for an operator. Raises RefusedError if it rejects the call or is not available."""
+        """Call the actor for an operator. RefusedError (503) if it is not available."""
         self._needed = True
         try:
             state: ModelState = await self._call("ask", method, *arguments, seconds=None)
@@ -174,11 +168,7 @@ class ServeLifecycle:
 
     async def _call(self, method: str, *arguments: object, seconds: float | None) -> Any:
         """Call a method of the actor; return None if there is none and none is needed. If the actor is lost, create it
-        again and retry: all calls may be repeated.
-
-        Raises:
-            RefusedError: it rejects the call.
-            WorkerError: there is none, or it does not respond within ``seconds``.
+        again and retry: all calls may be repeated. Raises WorkerError if it does not respond within ``seconds``.
         """
         lost: Exception | None = None
         for _ in range(_TRIES):
@@ -231,8 +221,6 @@ class ServeLifecycle:
 class ServeLoader:
     """Loader of models on Ray Serve. An unloaded model is a deployment without replicas, or none, so its cores and
     memory are free. Errors omit Ray's text, since clients read them; the log has it.
-
-    router  router to the models; None: a new one
     """
 
     def __init__(self, service: Service, router: ServeRouter | None = None) -> None:
@@ -280,7 +268,6 @@ class ServeLoader:
         return True
 
     async def to_unload(self, name: str, movable: Sequence[str]) -> Sequence[str]:
-        """Return which models to unload. All other users of cores stay."""
         residents = [LoadedModel(other, _cores(await self._router.cards(other)), movable=True) for other in movable]
         return await asyncio.to_thread(_room, self._groups[name], [one for one in residents if one.cores])
 
@@ -319,7 +306,6 @@ class ServeLoader:
         await self._change(name, lambda: ray_guard.scale_deployment(application, deployment_name(name), replicas))
 
     async def _change(self, name: str, change: Callable[[], Awaitable[object]]) -> None:
-        """Apply a change of a model in Serve. Raises WorkerError."""
         try:
             await change()
         except (OSError, RuntimeError, ValueError, RayError, RayServeException) as error:
@@ -327,7 +313,6 @@ class ServeLoader:
             raise WorkerError(f"Ray Serve did not start or stop {name}; see its log") from error
 
     async def _deployments(self) -> Mapping[str, DeploymentState]:
-        """Return Serve's state of each model."""
         try:
             running = await ray_guard.running_deployments()
         except (RayError, ValueError) as error:
@@ -347,7 +332,6 @@ def _room(group: ReplicaGroupPlan, movable: Sequence[LoadedModel]) -> Sequence[s
 
 
 def _cores(cards: Sequence[ModelCard]) -> dict[str, list[CoreRange]]:
-    """Return the cores of all replicas of a model, by node."""
     cores: dict[str, list[CoreRange]] = {}
     for placed in (placed for card in cards for placed in card.placement):
         cores.setdefault(placed.node, []).append(CoreRange(placed.cores[0], placed.cores[-1]))
@@ -355,7 +339,7 @@ def _cores(cards: Sequence[ModelCard]) -> dict[str, list[CoreRange]]:
 
 
 def _nodes(instance: Instance) -> dict[str, Instance]:
-    """Return the living nodes with cores. One of another size counts as the plan's instance, resized."""
+    """Living nodes with cores. One of another size counts as the plan's instance, resized."""
     found = {}
     for node in ray.nodes():
         cores = int(node["Resources"].get(RESOURCE, 0)) if node["Alive"] else 0
@@ -368,11 +352,9 @@ def _nodes(instance: Instance) -> dict[str, Instance]:
 async def read_decisions(application: str) -> Decisions:
     """Return the operator's last decisions about an application's models; empty if there are none.
 
-    They are stored in the key-value store of Ray's GCS, like the state of Ray Serve. They outlive every process but the
-    GCS, and that one too if it has fault tolerance.
-
-    Raises:
-        WorkerError: the store does not respond, or has data of another format.
+    They are in the key-value store of Ray's GCS, like the state of Ray Serve, so they outlive every process but the
+    GCS, and
+    that one too if it has fault tolerance.
     """
     try:
         data = await asyncio.to_thread(nodes.kept, _key(application))
@@ -385,11 +367,7 @@ async def read_decisions(application: str) -> Decisions:
 
 
 def forget_decisions(application: str) -> None:
-    """Delete the decisions of an ended application; the next one of its name starts from its file.
-
-    Raises:
-        RayError, RuntimeError: the store does not respond.
-    """
+    """Delete the decisions of an ended application; the next one of its name starts from its file."""
     nodes.forget(_key(application))
 
 

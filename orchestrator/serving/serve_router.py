@@ -1,16 +1,15 @@
 """A `ModelRouter` over Ray Serve: finds a replica for a request, and retries on another one if that is lost.
 
 Tokens are a function of the request, including its seed. So another replica omits the tokens of each choice already
-sent and sends the rest: the client sees a pause. Requests for loaded models need no coordination. If no replica
-responds, the lifecycle loads the model or rejects the request. See also: HTTP (`paceline.serving.api`) and the replica
-(`paceline.serving.replica`).
+sent and sends the rest: the client sees a pause. If no replica responds, the lifecycle loads the model or rejects the
+request.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from time import monotonic
@@ -24,7 +23,6 @@ from paceline.serving.errors import QUEUE_FULL, UNAVAILABLE, RefusedError, model
 from paceline.serving.lifecycle import Lifecycle, ModelState
 from paceline.serving.metrics import merged
 from paceline.serving.openai.requests import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
-from paceline.serving.ray_guard import handle_of
 from paceline.serving.router import (
     Failed,
     GenerationRequest,
@@ -51,13 +49,7 @@ Value = TypeVar("Value")
 
 
 def deployment_name(model: str) -> str:
-    """Return the name of a model's deployment."""
     return f"model-{model}"
-
-
-def handle_to(model: str, application: str) -> Any:
-    """Return the handle of a model's deployment in an application of Ray Serve."""
-    return handle_of(deployment_name(model), application)
 
 
 @dataclass(slots=True)
@@ -97,11 +89,9 @@ class ServeRouter:
         self._handles[model], self._seen[model] = handle, _Seen()
 
     def remove(self, model: str) -> None:
-        """Remove a model that is no longer served."""
         self._handles.pop(model, None)
 
     async def models(self) -> Sequence[ModelCard]:
-        """Return the models with a replica that responds."""
         answers = await asyncio.gather(*(self._cards(model) for model in await self._in_memory()))
         return [cards[0] for cards in answers if cards]
 
@@ -110,9 +100,7 @@ class ServeRouter:
         return await self._cards(model, since=monotonic()) if model in self._handles else ()
 
     async def health(self) -> Health:
-        """Poll the health of all models. Earlier polls do not count, and a model that is rightly not in memory does not
-        make the service unready.
-        """
+        """Poll the health of all models. A model that is rightly not in memory does not make the service unready."""
         now = monotonic()
         states = None if self._lifecycle is None else await self._lifecycle.states()
         models = await self._in_memory(states)
@@ -124,7 +112,6 @@ class ServeRouter:
         return Health(all(words[one.name] == "ready" for one in states if one.awaited), words)
 
     async def metrics(self) -> bytes:
-        """Return the metrics of all replicas."""
         answers = await asyncio.gather(*(self.ask_all(model, "metrics_text") for model in await self._in_memory()))
         return merged(text for texts in answers for text in texts)
 
@@ -135,19 +122,23 @@ class ServeRouter:
         return await self.ask(request.model, "detokenize", request)  # type: ignore[no-any-return]
 
     async def stream(self, request: GenerationRequest, context: RequestContext) -> AsyncIterator[Item]:
-        """Stream a response, from several replicas if some are lost; see `ModelRouter`."""
+        """Stream a response, from several replicas if some are lost."""
         context, model = replace(context, reader=self._reader), request.model
         sent: tuple[int, ...] = ()
         accepted = False
         deadline: float | None = monotonic() + self._recovery_s  # also while no replica is alive
         while True:
             failed: Failed | None = None
-            attempt: _Attempt | None = None
+            answer: Any = None
+            ended = False
             try:
-                attempt = _Attempt(self._handle(model), request, context, sent=sent)
-                message = await self._awaited(model, attempt.next(), deadline)
-                while message and failed is None:
-                    for item in message:
+                answer = self._handle(model).options(stream=True).stream.remote(request, context, sent)
+                messages = aiter(answer)
+                message = await self._awaited(model, anext(messages, ()), deadline)
+                while failed is None:
+                    items: tuple[Item, ...] = message if isinstance(message, tuple) else (message,)
+                    ended = not items or items[-1].last
+                    for item in items:
                         if isinstance(item, Failed) and (item.lost or (accepted and item.error.code == QUEUE_FULL)):
                             failed = item
                             break
@@ -158,12 +149,13 @@ class ServeRouter:
                             yield item
                         accepted = True
                     else:
-                        message = () if attempt.ended else await attempt.next()
-                if failed is None:
-                    return
+                        if ended:
+                            return
+                        message = await anext(messages, ())
             except BackPressureError as error:
                 if not accepted:
-                    yield _full(model)
+                    full = f"{model} has as many requests waiting as it may; ask again later"
+                    yield Failed(RefusedError(429, full, code=QUEUE_FULL, retry_after_s=1.0))
                     return
                 failed = _unavailable(model, error)  # it was accepted before
             except _LOST as error:
@@ -174,8 +166,9 @@ class ServeRouter:
                 yield Failed(error) if isinstance(error, RefusedError) else _unavailable(model, error)
                 return
             finally:
-                if attempt is not None:
-                    attempt.close()
+                if answer is not None and not ended:
+                    with suppress(Exception):  # it may be complete, or its replica lost
+                        answer.cancel()
             if deadline is None:
                 deadline = monotonic() + (self._resume_s if accepted else self._recovery_s)
             log.warning("%s: the replica was lost after %s tokens of a response: %s", model, sent, failed.error.message)
@@ -192,12 +185,16 @@ class ServeRouter:
     async def ask(self, model: str, method: str, *request: object) -> Any:
         """Call one of the replicas. Raises RefusedError if it rejects the call, or there is none."""
         handle = self._handle(model)
+
+        def call() -> Awaitable[Any]:
+            return self._awaited(model, getattr(handle, method).remote(*request), monotonic() + self._recovery_s)
+
         try:
             try:
-                return await self._awaited(model, _answer(handle, method, request), monotonic() + self._recovery_s)
+                return await call()
             except DeploymentUnavailableError:
                 await self._demand(model)
-                return await self._awaited(model, _answer(handle, method, request), monotonic() + self._recovery_s)
+                return await call()
         except RayTaskError as error:
             if isinstance(error.cause, RefusedError):
                 raise error.cause from error
@@ -206,7 +203,6 @@ class ServeRouter:
             raise _unavailable(model, error).error from error
 
     async def ask_all(self, model: str, method: str, *request: object) -> list[Any]:
-        """Return the results of all replicas that respond in time."""
         try:
             broadcast = self._handles[model].broadcast(method, *request)
             answers = await broadcast.results_async(timeout_s=_ANSWER_S, return_exceptions=True)
@@ -221,12 +217,10 @@ class ServeRouter:
             raise model_not_found(model, list(self._handles))
         return self._handles[model]
 
-    async def _awaited(self, model: str, work: Coroutine[Any, Any, Value], deadline: float | None) -> Value:
-        """Return a replica's first response; until then, call the lifecycle to load the model.
-
-        Raises:
-            RefusedError: there is none, and will be none.
-            TimeoutError: the deadline has passed.
+    async def _awaited(self, model: str, work: Awaitable[Value], deadline: float | None) -> Value:
+        """Return a replica's first response; until then, call the lifecycle to load the model. Raises RefusedError if
+        none
+        will come, TimeoutError after the deadline.
         """
         task, pause = asyncio.ensure_future(work), _FIRST_LOOK_S
         try:
@@ -244,12 +238,7 @@ class ServeRouter:
             task.cancel()
 
     async def _demand(self, model: str) -> float:
-        """Call the lifecycle to load a model that does not respond; return the seconds that took, which extend the
-        deadline.
-
-        Raises:
-            RefusedError: it is not loaded, and will not be.
-        """
+        """Call the lifecycle to load a model; return the seconds that took, which extend the deadline."""
         began = monotonic()
         if self._lifecycle is not None:
             with suppress(PacelineError):  # no lifecycle responds: the model may recover
@@ -257,7 +246,7 @@ class ServeRouter:
         return monotonic() - began
 
     async def _in_memory(self, states: Sequence[ModelState] | None = None) -> list[str]:
-        """Return the models of which a replica should respond; polling others would only wait."""
+        """Models of which a replica should respond; polling others would only wait."""
         if self._lifecycle is None:
             return list(self._handles)
         states = states or await self._lifecycle.states()
@@ -272,44 +261,6 @@ class ServeRouter:
                 cached.at = monotonic()
                 cached.cards = await self.ask_all(model, "describe")
         return cached.cards
-
-
-class _Attempt:
-    """Response of one replica, message by message."""
-
-    def __init__(
-        self, handle: Any, request: GenerationRequest, context: RequestContext, *, sent: tuple[int, ...]
-    ) -> None:
-        self._answer = handle.options(stream=True).stream.remote(request, context, sent)
-        self._messages = aiter(self._answer)
-        self.ended = False
-
-    async def next(self) -> tuple[Item, ...]:
-        """Return the next items; () at the end. Raises RayError, RayServeException: no replica, or it is lost."""
-        try:
-            message = await anext(self._messages)
-        except StopAsyncIteration:
-            self.ended = True
-            return ()
-        items: tuple[Item, ...] = message if isinstance(message, tuple) else (message,)
-        last = items[-1]
-        self.ended = isinstance(last, Failed) or (isinstance(last, StreamChunk) and last.last)
-        return items
-
-    def close(self) -> None:
-        """Release the resources of the response."""
-        if not self.ended:
-            with suppress(Exception):  # it may be complete, or its replica lost
-                self._answer.cancel()
-
-
-async def _answer(handle: Any, method: str, request: Sequence[object]) -> Any:
-    return await getattr(handle, method).remote(*request)
-
-
-def _full(model: str) -> Failed:
-    message = f"{model} has as many requests waiting as it may; ask again later"
-    return Failed(RefusedError(429, message, code=QUEUE_FULL, retry_after_s=1.0))
 
 
 def _unavailable(model: str, error: Exception) -> Failed:

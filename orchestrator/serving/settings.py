@@ -108,7 +108,6 @@ class ApiSettings:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address or host name is this machine's own."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

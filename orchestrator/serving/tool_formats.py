@@ -1,6 +1,6 @@
 # ruff: noqa: RUF001  (DeepSeek writes its markers with full-width bars)
-"""Formats of tool calls: what chat templates teach, and the parsers of each. Names are vLLM's (``--tool-call-parser``)
-where it has the format.
+"""Formats of tool calls: what chat templates teach, and the parsers of each. Names are vLLM's where it has
+the format.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ class _MarkedParser(StateParser):
         return Delta(self._take() if self._state == self._text else "")
 
     def _text(self) -> Delta:
-        """Outside of calls."""
         places = [(place, start) for start in self._starts if (place := self._held.find(start)) >= 0]
         uncertain = max(overlap(self._held, start) for start in self._starts)
         place, start = min(places, default=(len(self._held) - uncertain, ""))
@@ -69,7 +68,6 @@ class _MarkedParser(StateParser):
         raise NotImplementedError
 
     def _after(self) -> Delta:
-        """After a call, whose end may be marked."""
         found = self._closing.match(self._held, partial=True)
         if found is not None and found.partial:
             return Delta()
@@ -95,12 +93,7 @@ class MarkedJsonParser(_MarkedParser):
         return Delta(tool_calls=(ToolCallDelta(self.calls, name, ""),))
 
     def _arguments(self) -> Delta:
-        end = self._value.end(self._held)
-        piece = self._take(end)
-        delta = Delta(tool_calls=(ToolCallDelta(self.calls, None, piece),)) if piece else Delta()
-        if end is not None:
-            self.calls, self._state = self.calls + 1, self._after
-        return delta
+        return self._take_arguments(self._value, self._after)
 
 
 class TaggedParser(_MarkedParser):
@@ -122,7 +115,6 @@ class TaggedParser(_MarkedParser):
         return Delta(tool_calls=(ToolCallDelta(self.calls, name, "{"),))
 
     def _function(self) -> Delta:
-        """Inside a call, between its arguments."""
         found = self._inside.match(self._held, partial=True)
         if found is None:
             self._take(1)  # unexpected text
@@ -327,22 +319,11 @@ class RecipientParser(StateParser):
         return Delta(self._take_until(">>>", self._recipient))
 
     def _arguments(self) -> Delta:
-        end = self._value.end(self._held)
-        piece = self._take(end)
-        delta = Delta(tool_calls=(ToolCallDelta(self.calls, None, piece),)) if piece else Delta()
-        if end is not None:
-            self.calls, self._state = self.calls + 1, self._text
-        return delta
+        return self._take_arguments(self._value, self._text)
 
 
 _HEADERS = ("<|channel|>", "<|start|>", "to=functions.")
 _MESSAGE_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
-
-
-class ApertusParser(MarkedListParser):
-    """<|tools_prefix|>[{"f": {"x": 1}}]<|tools_suffix|>."""
-
-    keyed = True
 
 
 def _gemma_calls(text: str) -> list[ToolCallDelta] | None:
@@ -380,7 +361,6 @@ class ToolFormat:
 
 
 def _marked_json(name: str, starts: tuple[str, ...], opening: str, *, closing: str, end: str = "") -> ToolFormat:
-    """A row of `MarkedJsonParser`."""
     tokens = (*starts, *_LITERAL.findall(opening + closing), *((end,) if end else ()))
     return ToolFormat(
         name,
@@ -396,10 +376,24 @@ def _tagged(name: str, tags: Tags, *, marker: str) -> ToolFormat:
     return ToolFormat(name, lambda schemas: TaggedParser(schemas, tags), (marker,), tuple(dict.fromkeys(tokens)))
 
 
-def _marked_list(name: str, start: str, end: str = "", *, markers: tuple[str, ...] = ()) -> ToolFormat:
+def _marked_list(
+    name: str, start: str, end: str = "", *, markers: tuple[str, ...] = (), keyed: bool = False
+) -> ToolFormat:
     """A row of `MarkedListParser`. ``markers``: what its templates have, if not the start."""
     tokens = (start, end) if end else (start,)
-    return ToolFormat(name, lambda _: MarkedListParser(start, end), markers or (start,), tokens)
+    return ToolFormat(name, lambda _: MarkedListParser(start, end, keyed=keyed), markers or (start,), tokens)
+
+
+def _collected(
+    name: str,
+    start: str,
+    end: str,
+    *,
+    calls: Callable[[str], Sequence[ToolCallDelta] | None],
+    more: tuple[str, ...] = (),
+) -> ToolFormat:
+    """A row of `CollectedParser`. ``more``: further special tokens."""
+    return ToolFormat(name, lambda _: CollectedParser(start, end, calls), (start,), (start, end, *more))
 
 
 _LITERAL = regex.compile(r"</?[\w:｜▁]+>")
@@ -446,24 +440,9 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     _marked_list("granite", "<|tool_call|>"),
     _marked_list("functools", " functools["),
     _marked_list("gigachat3_10b", "function call<|role_sep|>", markers=("function call", "<|role_sep|>")),
-    ToolFormat(
-        "apertus",
-        lambda _: ApertusParser("<|tools_prefix|>", "<|tools_suffix|>"),
-        ("<|tools_prefix|>",),
-        ("<|tools_prefix|>", "<|tools_suffix|>"),
-    ),
-    ToolFormat(
-        "lfm2",
-        lambda _: CollectedParser("<|tool_call_start|>", "<|tool_call_end|>", python_calls),
-        ("<|tool_call_start|>",),
-        ("<|tool_call_start|>", "<|tool_call_end|>"),
-    ),
-    ToolFormat(
-        "gemma4",
-        lambda _: CollectedParser("<|tool_call>", "<tool_call|>", _gemma_calls),
-        ("<|tool_call>",),
-        ("<|tool_call>", "<tool_call|>", '<|"|>'),
-    ),
+    _marked_list("apertus", "<|tools_prefix|>", "<|tools_suffix|>", keyed=True),
+    _collected("lfm2", "<|tool_call_start|>", "<|tool_call_end|>", calls=python_calls),
+    _collected("gemma4", "<|tool_call>", "<tool_call|>", calls=_gemma_calls, more=('<|"|>',)),
     ToolFormat(
         "openai",
         lambda _: ChannelParser(),
@@ -523,7 +502,7 @@ def tool_format(template: str) -> ToolFormat | None:
 
 
 def _json(value: str, schema: Mapping[str, Any]) -> str:
-    """Return a value as JSON: the text itself if the schema takes strings, gives no type, or the text is not JSON."""
+    """A value as JSON: the text itself if the schema takes strings, gives no type, or the text is not JSON."""
     kinds = _kinds(schema)
     if not kinds and not schema.keys() & {"type", "anyOf", "oneOf", "$ref"}:
         kinds = {"string"}
@@ -546,13 +525,12 @@ def _json(value: str, schema: Mapping[str, Any]) -> str:
 
 
 def _kinds(schema: Mapping[str, Any]) -> set[str]:
-    """The types that a schema names."""
     said = schema.get("type")
     return {one for one in (said if isinstance(said, list) else [said]) if isinstance(one, str)}
 
 
 def _mapping(value: object) -> Mapping[str, Any]:
-    """Return a schema of a request; one that is true, or no schema at all, says nothing."""
+    """A schema of a request; one that is true, or no schema at all, says nothing."""
     return value if isinstance(value, Mapping) else {}
 
 

@@ -15,14 +15,11 @@ BytesOf = Callable[[int], bytes]
 
 
 def token_text(data: bytes) -> str:
-    """The string of one token, with marks for parts of characters."""
     return data.decode(errors="replace")
 
 
 def _name(data: bytes) -> str:
-    """Return a token's name in a completion: its text, or its bytes if it is part of a character, as in OpenAI's
-    API.
-    """
+    """A token's name in a completion: its text, or its bytes if it is part of a character, as in OpenAI's API."""
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -37,12 +34,12 @@ Echo = tuple[str, Sequence[int]]
 
 
 def _characters(token: bytes) -> int:
-    """Return the number of characters that begin in a token."""
+    """Number of characters that begin in a token."""
     return sum(byte & 0xC0 != 0x80 for byte in token)
 
 
 def _prompt_offsets(text: str, tokens: Sequence[bytes]) -> list[int]:
-    """Return where each token of a prompt begins in its text, which may lack special tokens and a space before it."""
+    """The begin of each token of a prompt in its text, which may lack special tokens and a space before it."""
     offsets, offset = [], 0
     for token in tokens:
         offsets.append(min(offset, len(text)))
@@ -114,11 +111,11 @@ class _ChoicesWriter:
         return origin
 
     def _delta(self, step: AnswerStep) -> Mapping[str, object]:
-        """Return the content of a streamed choice."""
+        """The content of a streamed choice."""
         raise NotImplementedError
 
     def _whole(self, index: int, choice: ChoiceText) -> Mapping[str, object]:
-        """Return the content of a whole choice."""
+        """The content of a whole choice."""
         raise NotImplementedError
 
     def _logprobs(self, index: int, part: AnswerStep | ChoiceText) -> dict[str, object] | None:
@@ -126,10 +123,7 @@ class _ChoicesWriter:
 
 
 class CompletionWriter(_ChoicesWriter):
-    """Writes the responses to one completion request.
-
-    ``prompts``: the texts and ids to repeat (``echo``), for each choice; () repeats nothing.
-    """
+    """Writes the responses to one completion request. ``prompts``: text and ids to repeat for each choice, or ()."""
 
     _id, _object, _streamed = "cmpl", "text_completion", "text_completion"
 
@@ -182,8 +176,6 @@ class CompletionWriter(_ChoicesWriter):
 
 
 class ChatWriter(_ChoicesWriter):
-    """Writes the answers to one chat request."""
-
     _id, _object, _streamed = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def _delta(self, step: AnswerStep) -> Mapping[str, object]:
@@ -236,10 +228,9 @@ _Item = dict[str, object]
 
 
 class ResponsesWriter:
-    """Writes the response to one request.
-
-    Streamed or not, a response has the same items, one for each part. If the length limit cut it, the last one is
-    incomplete: clients must not execute such a call.
+    """Writer of /v1/responses. Streamed or not, a response has the same items, one for each part. If the length limit
+    cut
+    it, the last one is incomplete: clients must not execute such a call.
     """
 
     by_token = True
@@ -298,14 +289,12 @@ class ResponsesWriter:
         return events
 
     def _added(self) -> bytes:
-        """The beginning of the last part's item."""
         self._is_open = True
         begun = OutputItem(self._text.parts[-1].kind, name=self._text.parts[-1].name)
         item = self._item(self._index, begun, "in_progress")
         return self._event("response.output_item.added", output_index=self._index, item=item)
 
     def _close(self, status: str = "completed") -> bytes:
-        """The end of the item that grows."""
         if not self._is_open:
             return b""
         self._is_open = False
@@ -406,5 +395,4 @@ def _output_text(text: str) -> _Item:
 
 
 def _status(finish_reason: str | None) -> str:
-    """Status of a response, and of its last item."""
     return "incomplete" if finish_reason == "length" else "completed"

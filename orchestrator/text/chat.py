@@ -127,7 +127,6 @@ class Conversation:
         self.turns.append({"role": "assistant", "content": text})
 
     def clear(self) -> None:
-        """Forget what was said; the system message stays."""
         self.turns.clear()
 
     def _first(self) -> list[Message]:

@@ -148,11 +148,7 @@ _MODELS = ("gpt2", "llama", "t5", "gemma4")
 
 
 def load_gguf_tokenizer(path: Path) -> Tokenizer:
-    """Return the tokenizer of a GGUF file, a `PreTrainedTokenizerFast` of transformers.
-
-    Raises:
-        CheckpointError: the file cannot be read, or describes an unknown kind of tokenizer.
-    """
+    """Return the tokenizer of a GGUF file, a `PreTrainedTokenizerFast` of transformers."""
     from transformers import PreTrainedTokenizerFast
 
     backend, settings = _read(path)
@@ -162,12 +158,7 @@ def load_gguf_tokenizer(path: Path) -> Tokenizer:
 
 
 def write_tokenizer(path: Path, folder: Path) -> None:
-    """Write the tokenizer of the GGUF file ``path`` as tokenizer.json and tokenizer_config.json.
-
-    Raises:
-        CheckpointError: as `load_gguf_tokenizer`.
-        OSError: they cannot be written.
-    """
+    """Write the tokenizer of the GGUF file ``path`` as tokenizer.json and tokenizer_config.json."""
     backend, settings = _read(path)
     text = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **settings}, indent=2, ensure_ascii=False)
     (folder / "tokenizer.json").write_text(backend.to_str(pretty=False), encoding="utf-8")
@@ -175,11 +166,7 @@ def write_tokenizer(path: Path, folder: Path) -> None:
 
 
 def gguf_vocabulary(path: Path) -> dict[str, int]:
-    """Return the token -> id map of a GGUF file, without unused ids.
-
-    Raises:
-        CheckpointError: the file cannot be read, or has no vocabulary.
-    """
+    """Return the token -> id map of a GGUF file, without unused ids."""
     return _vocabulary(read_header(path))[0]
 
 
@@ -230,7 +217,6 @@ def _vocabulary(header: GgufHeader) -> tuple[dict[str, int], dict[int, int]]:
 
 
 def _list(header: GgufHeader, key: str, kind: type, *, length: int | None = None) -> list[Any]:
-    """The list under a key; empty where there is none."""
     value = header.metadata.get(key)
     if value is None:
         return []
@@ -306,7 +292,6 @@ def _merges_of_scores(
 
 
 def _split(fields: Fields, kind: str) -> PreSplit:
-    """How text is split before merges."""
     name = "gemma4" if kind == "gemma4" else fields.values.get("tokenizer.ggml.pre")
     if name not in SPLITS:
         raise CheckpointError(
@@ -317,7 +302,6 @@ def _split(fields: Fields, kind: str) -> PreSplit:
 
 
 def _split_bpe(split: PreSplit, vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> Any:
-    """Merges inside of the pieces of a split."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     backend: Any = Tokenizer(
@@ -359,7 +343,6 @@ def _unigram(header: GgufHeader, vocabulary: Mapping[str, int]) -> Any:
 
 
 def _add_tokens(backend: Any, header: GgufHeader, by_id: Mapping[int, str], *, types: Mapping[int, int]) -> None:
-    """Add the tokens that are found in a text before it is split."""
     from tokenizers import AddedToken
 
     # llama.cpp knows Phi-3 by its name, too: there, a special token takes the spaces that follow.

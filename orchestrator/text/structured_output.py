@@ -87,11 +87,7 @@ class StructuredOutput:
 
     @property
     def source(self) -> str:
-        """Return the value as text: equal for equal constraints.
-
-        Raises:
-            SamplingError: the schema cannot be written as JSON.
-        """
+        """Return the value as text: equal for equal constraints."""
         if isinstance(self.value, str):
             return self.value
         try:
@@ -116,7 +112,6 @@ class Grammar:
         self._matcher, self._vocab_size, self._eos = matcher, vocab_size, sorted(eos)
 
     def state(self) -> GrammarState:
-        """The state of a new text."""
         return GrammarState(self._matcher.deep_copy(), vocab_size=self._vocab_size, eos=self._eos)
 
 
@@ -211,12 +206,7 @@ class GrammarCompiler:
         self._grammars: OrderedDict[_Key, Grammar] = OrderedDict()
 
     def compile(self, requested: StructuredOutput, tokenizer: object, *, eos: frozenset[int]) -> Grammar:
-        """Return the grammar of a request.
-
-        Raises:
-            SamplingError: it is not a grammar, has an unsupported feature, is too large, or the tokenizer is
-                unsuitable.
-        """
+        """Return the grammar of a request; SamplingError: it cannot be compiled, or not for this tokenizer."""
         key = (id(tokenizer), requested.kind, requested.source, requested.after, eos)
         with self._lock:
             if (known := self._grammars.get(key)) is not None:
@@ -256,7 +246,6 @@ class GrammarCompiler:
 
 
 def _matcher(requested: StructuredOutput, words: LLTokenizer, tokenizer: object) -> LLMatcher:
-    """Compiled, at its beginning."""
     from llguidance import LLMatcher, LLParserLimits
 
     source = requested.source
@@ -317,7 +306,6 @@ def _special_token(marker: str, tokenizer: object) -> str | None:
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Length of the common beginning."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
 

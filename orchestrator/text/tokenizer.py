@@ -87,14 +87,12 @@ class QuickTokenizer:
         self.__dict__.update(_folder=folder, backend_tokenizer=backend)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, verbose: bool = True) -> list[int]:
-        """Encode text like transformers, without a warning about the length."""
         ids: list[int] = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def decode(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool = False
     ) -> str:
-        """Decode ids like transformers."""
         if clean_up_tokenization_spaces:
             options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": True}
             return str(self._full.decode(token_ids, **options))
@@ -120,11 +118,7 @@ class QuickTokenizer:
 
 
 def quick_tokenizer(folder: Path) -> QuickTokenizer | None:
-    """Return the tokenizer of a folder; None: only transformers can load it.
-
-    Raises:
-        Exception: tokenizer.json cannot be read; the library raises no subclass.
-    """
+    """Return the tokenizer of a folder; None: only transformers can load it."""
     try:
         settings, model = (read_json_object(folder / name) for name in ("tokenizer_config.json", "config.json"))
     except CheckpointError:

@@ -1,7 +1,4 @@
-"""Calls to a shared engine: requests of a caller, updates sent to it, and the state of a call in between.
-
-See also: the order of calls and the thread that runs rounds (`workers.shared_engine`).
-"""
+"""Calls to a shared engine: requests of a caller, updates sent to it, and the state of a call in between."""
 
 from __future__ import annotations
 
@@ -20,9 +17,9 @@ from paceline.text.tokenizer import decoder_of
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a caller: requests that are served together.
+    """Requests of a caller that are served together.
 
-    ticket        identifies the call, unique among the calls under way; argument of `SharedEngine.end`
+    ticket        unique among the calls under way; argument of `SharedEngine.end`
     requests      as `Request.batch` makes them
     key           identifies the caller: keys take turns, and so do the calls of a key
     deadline      `time.monotonic` by which all is finished, else the call ends with DeadlineError; None: no limit
@@ -39,12 +36,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class RequestTiming:
-    """Time that each phase of a finished request took, in seconds.
-
-    queue    from its arrival until it gets a slot
-    prefill  from then until its first token
-    decode   from then until its end
-    """
+    """Seconds of a finished request until it got a slot, from then until its first token, and until its end."""
 
     queue: float
     prefill: float
@@ -55,8 +47,6 @@ class RequestTiming:
 class CallUpdate:
     """Update for one call after one step of the engine, or after several together.
 
-    ticket    of the call
-    outputs   new outputs of its requests
     ended     no other update follows
     error     why it ended before its requests were finished; None also if it was aborted
     """
@@ -107,7 +97,7 @@ class GuardedTokenizer:
 
 @dataclass(slots=True)
 class SeatedTimes:
-    """Times when a request in a slot got the slot and produced its first token, by `time.monotonic`."""
+    """Times when a request got its slot and produced its first token, by `time.monotonic`."""
 
     seated: float
     first: float | None = None
@@ -147,13 +137,11 @@ class CallState:
         return cls(call, sink, indices, tokenizer, deque(guarded), len(guarded))
 
     def seat(self) -> Request:
-        """Move its first waiting request into a slot, and return it."""
         request = self.waiting.popleft()
         self.running[request.index] = SeatedTimes(monotonic())
         return request
 
     def leave(self, indices: Collection[int]) -> list[int]:
-        """End the requests at ``indices`` that are in slots; return the engine's numbers for them."""
         numbers = [number for number in self.running if self.indices[number] in indices]
         for number in numbers:
             del self.running[number]
@@ -161,8 +149,9 @@ class CallState:
         return numbers
 
     def update(self, outputs: Sequence[RequestOutput]) -> tuple[CallUpdate, list[RequestTiming], bool]:
-        """Return the update for the caller after a step that gave its requests these outputs, the timings of those that
-        ended, and whether an output is the first or the last of its request.
+        """Return the update for the caller after a step with these outputs, the timings of requests that ended, and
+        whether
+        an output is the first or the last of its request.
         """
         finished, now, urgent = list[RequestTiming](), monotonic(), False
         for output in outputs:
@@ -180,8 +169,7 @@ class CallState:
 
 
 def call_params(params: SamplingParams | None, overrides: Mapping[str, object]) -> SamplingParams:
-    """Return ``params`` with some fields replaced, for a target in another process. Checked before they are sent, so
-    that a worker receives only valid parameters.
+    """Return ``params`` with some fields replaced, checked for a target in another process.
 
     Raises:
         SamplingError: a keyword that does not exist, or a wrong value.

@@ -29,11 +29,7 @@ class WorkerConfig:
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, object]) -> WorkerConfig:
-        """Read the settings of a worker; keys of only one kind of worker are ignored.
-
-        Raises:
-            ConfigurationError: a value is wrong, or the keys of `SpeculativeConfig` contradict each other.
-        """
+        """Read the settings of a worker; keys of only one kind of worker are ignored."""
         return cls(
             folder=Path(str(settings["folder"])),
             options=LoadOptions.part_of(settings),
@@ -42,5 +38,4 @@ class WorkerConfig:
         )
 
     def load(self) -> SamplingDecoder:
-        """Load this worker's model."""
         return load(loadable(self.folder, self.options))

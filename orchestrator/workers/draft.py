@@ -1,7 +1,4 @@
-"""Draft model's worker: a pool of drafters over one model, one for each target that connects.
-
-See also: the process, its socket and its cores (`paceline.placement`).
-"""
+"""Draft model's worker: a pool of drafters over one model, one for each target that connects."""
 
 from __future__ import annotations
 
@@ -30,10 +27,9 @@ from paceline.workers.config import WorkerConfig
 
 
 class DraftPool:
-    """One decoder for each target of the plan. They share their weights unless the model is sharded.
-
-    The decoders and their graphs exist before the first target connects. When a target disconnects, the next one reuses
-    its decoder. Implements `paceline.placement.remote.server.DrafterPool`.
+    """One decoder for each target of the plan. They share their weights unless the model is sharded. The decoders and
+    their
+    graphs exist before the first target connects, and are reused.
     """
 
     def __init__(self, config: WorkerConfig, max_targets: int, vocab_sizes: Collection[int]) -> None:
@@ -50,7 +46,7 @@ class DraftPool:
                 compile_drafter(self._drafter(decoder, size), self._k + 1, rereads=config.draft_ahead)
 
     def acquire(self, handshake: Handshake) -> Drafter:
-        """Return a drafter for a connecting target; see `paceline.placement.remote.server.DrafterPool`.
+        """Return a drafter for a connecting target.
 
         Raises:
             ConfigurationError: the target has another batch size, or all decoders are in use.
@@ -88,8 +84,10 @@ def make_drafters(settings: Mapping[str, object]) -> DraftPool:
     """Make the drafters of a draft's worker, by default.
 
     Own settings: ``max_targets``, the number of targets served at a time (default 1), and ``targets``, the checkpoint
-    folders of the known targets. Their tokenizers are compared with the draft's, and graphs are compiled for their
-    vocabulary sizes. Graphs for another size are compiled when such a target connects.
+    folders
+    of the known targets. Their tokenizers are compared with the draft's, and graphs are compiled for their vocabulary
+    sizes;
+    those for another size when such a target connects.
 
     Raises:
         ConfigurationError: ``targets`` is not a list, or the model cannot be run as planned.
@@ -133,12 +131,7 @@ _CANDIDATES = 64  # noise for every id of a large vocabulary would take longer t
 
 class SecondChoices:
     """A `paceline.placement.lookahead.SecondChoiceModel` over a draft model. It rereads rows of the draft's cache, to
-    repair it or to find second choices.
-
-    Either takes one pass over a window of the draft's own cache; a proposal takes one pass per token. The graphs used
-    for drafting do not change.
-
-    ``vocabulary``: maps between the target's ids and the draft's.
+    repair it or to find second choices: one pass over a window, where a proposal takes one pass per token.
     """
 
     def __init__(self, decoder: CompiledDecoder, vocabulary: VocabMap) -> None:
@@ -153,8 +146,9 @@ class SecondChoices:
         """Return second choices and score gaps, as the protocol says. drafts [B, k] int32.
 
         Scores are the draft's logits. In slots that sample, they are divided by the temperature and get the noise of
-        their position, which the target uses too. Only the most likely tokens are considered; the only filter applied
-        is top-k.
+        their
+        position, which the target uses too. Only the most likely tokens are considered; the only filter applied is
+        top-k.
         """
         end = commit.first_row + commit.count
         root = commit.tokens.gather(1, (commit.count - 1).to(torch.int64).unsqueeze(1))
@@ -172,7 +166,7 @@ class SecondChoices:
         return ids[..., 1:].gather(-1, second.indices.unsqueeze(-1)).squeeze(-1).tolist(), gaps.tolist()
 
     def _window(self, tokens: Tensor, row: Tensor, rows: int) -> Tensor:
-        """Return logits [B, T, V] over the target's ids for tokens [B, T], whose first one is at row [B]."""
+        """Logits [B, T, V] over the target's ids for tokens [B, T], whose first one is at row [B]."""
         kv_bucket = self._decoder.bucket_for(rows + tokens.shape[1])
         logits, _ = steps.window(self._decoder, self._vocabulary.known(tokens), row, bucket=kv_bucket)
         return self._vocabulary.logits(logits)

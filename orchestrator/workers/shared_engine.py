@@ -1,8 +1,7 @@
 """`SharedEngine`: calls of many callers share the rounds of one generator; `AsyncEngine`: its interface for an event
 loop.
 
-Requests take free slots between rounds, in turns, and release them when they are finished or aborted. See also:
-requests (`engine.request`) and rounds (`engine.engine`).
+Requests take free slots between rounds, in turns, and release them when they are finished or aborted.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class EngineFigures:
     running, waiting  requests in slots, and requests without one
     engine            counts and seconds of the engine, over all calls since it was built
     draft_lengths     number of rounds for each draft length, if the length is chosen per round
-    drafters          counts of each drafter, by name, if several are chosen from; empty otherwise
+    drafters          counts of each drafter, by name, if several are chosen from
     misfit            why the drafter does not fit the target; "" = it does, or is not judged yet
     heads, learning   with ``learn``: heads taken over from the process that learns, and its progress
     """
@@ -74,7 +73,6 @@ class _Totals:
         return self._sum.plus(run), self._lengths + Counter(run.draft_lengths)
 
     def add(self, run: Statistics) -> None:
-        """Add an ended run."""
         self._sum, self._lengths = self.plus(run)
         self._added = run
 
@@ -92,7 +90,7 @@ class SharedEngine:
     paced = True
 
     def __init__(self, generator: SpeculativeGenerator, *, max_waiting: int | None = None) -> None:
-        self._generator, self._max_waiting = generator, max_waiting
+        self.generator, self._max_waiting = generator, max_waiting
         self._changed = threading.Condition()
         self._calls: dict[str, CallState] = {}  # by ticket, in order of arrival
         self._turns = FairQueue()
@@ -110,10 +108,9 @@ class SharedEngine:
     # ---- callers, from any thread
 
     def figures(self) -> EngineFigures:
-        """Return the number of requests and the metrics of all calls so far."""
         with self._changed:
             waiting = sum(len(state.waiting) for state in self._calls.values())
-            made = self._generator
+            made = self.generator
             total, lengths = self._totals.plus(made.statistics)
             misfit = "" if made.draft_fit is None else made.draft_fit.warning
             running = len(self._running)
@@ -130,10 +127,8 @@ class SharedEngine:
             return taken
 
     def submit(self, call: Call, sink: Sink) -> None:
-        """Add a call; ``sink`` gets its updates, the last of which says that it ended.
-
-        Raises:
-            QueueFullError: too many requests wait; this call has no effect.
+        """Add a call; ``sink`` gets its updates, the last of which says that it ended. Raises QueueFullError if too
+        many requests wait.
         """
         with self._changed:
             waiting, most = sum(len(state.waiting) for state in self._calls.values()), self._max_waiting
@@ -194,7 +189,7 @@ class SharedEngine:
             with self._changed:
                 self._changed.wait_for(self._turns.first)
             try:
-                for outputs in self._generator.steps(self):
+                for outputs in self.generator.steps(self):
                     self.heartbeat += 1
                     self.failure = None
                     self._hand_out(outputs)
@@ -230,11 +225,10 @@ class SharedEngine:
 
     def _after_run(self) -> None:
         with self._changed:
-            self._totals.add(self._generator.statistics)
+            self._totals.add(self.generator.statistics)
             self._aborted.clear()
 
     def _end(self, state: CallState, error: Exception | None) -> None:
-        """End the call; it takes part in no further round."""
         del self._calls[state.call.ticket]
         self._turns.remove(state)
         self._aborted.update(state.running)
@@ -244,7 +238,6 @@ class SharedEngine:
         state.sink([CallUpdate.joined([*state.held, CallUpdate(state.call.ticket, ended=True, error=error)])])
 
     def _end_late(self) -> None:
-        """End the calls whose deadline has passed."""
         now = monotonic()
         for state in list(self._calls.values()):
             if state.call.deadline is not None and now > state.call.deadline:
@@ -257,7 +250,7 @@ class SharedEngine:
                 )
 
     def _fail(self, error: Exception) -> None:
-        """End the calls with requests in slots after a failed step. Waiting calls continue if rounds still work."""
+        """End the calls with requests in slots. Waiting calls continue if rounds still work."""
         with self._changed:
             for state in [state for state in self._calls.values() if state.running]:
                 self._end(state, error)
@@ -277,8 +270,8 @@ class SharedEngine:
     def _probe(self) -> None:
         """Run an internal request, to check whether rounds work."""
         prompt = (0,)
-        request = Request(0, prompt, Sampling(), min(4, self._generator.limits.n_positions))
-        for _ in self._generator.steps(ListQueue([request])):
+        request = Request(0, prompt, Sampling(), min(4, self.generator.limits.n_positions))
+        for _ in self.generator.steps(ListQueue([request])):
             self.heartbeat += 1
 
 
@@ -286,17 +279,13 @@ class AsyncEngine:
     """Calls of one event loop to a shared engine. Created and used in that loop only.
 
     The engine's thread calls `loop.call_soon_threadsafe` once per step, with the updates of all calls of this loop. A
-    slow consumer delays no other one: its updates are stored until it takes them.
+    slow
+    consumer delays no other one: its updates are stored until it takes them.
     """
 
     def __init__(self, engine: SharedEngine) -> None:
-        self.engine, self._loop = engine, asyncio.get_running_loop()
-        self._running: dict[str, AsyncCall] = {}  # by ticket
-
-    @property
-    def is_over(self) -> bool:
-        """Whether its loop is closed, so that it can no longer be used."""
-        return self._loop.is_closed()
+        self.engine, self.loop = engine, asyncio.get_running_loop()
+        self.running: dict[str, AsyncCall] = {}  # by ticket
 
     def begin(self, call: Call) -> AsyncCall:
         """Add a call. To abort it, close the returned object: its slots are free after the step that is running then.
@@ -305,12 +294,12 @@ class AsyncEngine:
             EventLoopError: another event loop is running, where updates would never arrive.
             QueueFullError: too many requests wait.
         """
-        if asyncio.get_running_loop() is not self._loop:
+        if asyncio.get_running_loop() is not self.loop:
             raise EventLoopError(
                 "this engine's streams belong to another event loop that still runs; use one loop for all calls, or "
                 "create another AsyncEngine (or ModelServer) in this one"
             )
-        begun = self._running[call.ticket] = AsyncCall(self, call.ticket)
+        begun = self.running[call.ticket] = AsyncCall(self, call.ticket)
         try:
             self.engine.submit(call, self._from_engine)
         except BaseException:
@@ -318,41 +307,31 @@ class AsyncEngine:
             raise
         return begun
 
-    def end(self, ticket: str) -> None:
-        """End the call; it takes part in no further round."""
-        self._running.pop(ticket, None)
-        self.engine.end(ticket)
-
     def _from_engine(self, updates: list[CallUpdate]) -> None:
         """Receive the updates of all calls, in the engine's thread."""
         with suppress(RuntimeError):  # the loop is closed: no consumer is left
-            self._loop.call_soon_threadsafe(self._deliver, updates)
+            self.loop.call_soon_threadsafe(self._deliver, updates)
 
     def _deliver(self, updates: list[CallUpdate]) -> None:
         for update in updates:
-            call = self._running.get(update.ticket)
+            call = self.running.get(update.ticket)
             if call is not None:
                 call.updates.append(update)
                 call.came.set()
 
 
 class AsyncCall:
-    """Call under way, for one consumer.
-
-    updates  those that it has not taken yet; ``came``: set when there are more
-    """
+    """Call under way, for one consumer, with the ``updates`` that it has not taken yet."""
 
     def __init__(self, engine: AsyncEngine, ticket: str) -> None:
         self._engine, self._ticket = engine, ticket
         self.updates: deque[CallUpdate] = deque()
-        self.came = asyncio.Event()
+        self.came = asyncio.Event()  # set when there are more
         self._last: CallUpdate | None = None
 
     async def next(self) -> CallUpdate | None:
-        """Return all outputs since the last call as one update, as soon as there are any; None at the end.
-
-        Raises:
-            DeadlineError, SamplingError, ...: the call could not be served to its end.
+        """Return all outputs since the last call as one update, as soon as there are any; None at the end. Raises the
+        error that ended the call.
         """
         while self._last is None:
             await self.came.wait()
@@ -369,7 +348,8 @@ class AsyncCall:
 
     def close(self) -> None:
         """Abort the call; its remaining outputs are dropped."""
-        self._engine.end(self._ticket)
+        self._engine.running.pop(self._ticket, None)
+        self._engine.engine.end(self._ticket)
 
 
 CROWD = 8
@@ -382,9 +362,11 @@ class OutputCoalescer:
     """Updates held back to be sent with those of the next rounds: several rounds, one delivery to the event loop. One
     object per engine, used under its lock. ``clock``: seconds.
 
-    A message to a client passes four processes, including the client. Each spends about the same time on it, whatever
-    its size; with a fast engine that is longer than a round. There is no timer: the engine's thread checks the clock
-    after every step, so an update waits at most its interval, a call of the rounds and a chunk of a prompt.
+    A message to a client passes four processes, each of which spends about the same time on it, whatever its size; with
+    a
+    fast engine that is longer than a round. There is no timer: the engine's thread checks the clock after every step,
+    so an
+    update waits at most its interval, a call of the rounds and a chunk of a prompt.
     """
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
@@ -436,7 +418,6 @@ class FairQueue:
         self._calls: dict[str, deque[CallState]] = {}  # of every key in `_keys`
 
     def add(self, state: CallState) -> None:
-        """Add a call. Its turn is after the other calls of its key, and a new key's after the other keys'."""
         key = state.call.key
         if key not in self._calls:
             self._calls[key] = deque()
@@ -460,7 +441,6 @@ class FairQueue:
             del self._calls[key]
 
     def remove(self, state: CallState) -> None:
-        """Remove a call that is over."""
         calls = self._calls.get(state.call.key)
         if calls is None or state not in calls:
             return

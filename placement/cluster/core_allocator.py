@@ -54,7 +54,6 @@ class ClusterView:
     """The cluster that this process is connected to, as the allocator sees it."""
 
     def nodes(self) -> Collection[str]:
-        """Return the nodes that are alive."""
         return nodes.living()
 
     def actors(self) -> Mapping[str, tuple[str, CoreRange] | None]:
@@ -137,7 +136,6 @@ class CoreAllocator:
         return ranges
 
     def release(self, actors: Sequence[str]) -> None:
-        """Free the cores of workers that have ended."""
         names = [_name_of(actor) for actor in actors]
         self._running.difference_update(names)
         for name in names:
@@ -153,7 +151,6 @@ class CoreAllocator:
             sleep(_EXIT_S)
 
     def taken(self) -> dict[str, dict[str, CoreRange]]:
-        """Return node -> worker -> cores."""
         self._forget_dead()
         return {node: dict(ranges) for node, ranges in self._taken.items() if ranges}
 
@@ -261,6 +258,5 @@ def give_back(actors: Sequence[str], timeout: float) -> None:
 
 
 def end_unused(timeout: float) -> None:
-    """End the allocator if no core is in use."""
     with suppress(ValueError, ray.exceptions.RayError):  # its end is an error of the call, too
         ray.get(ray.get_actor(NAME, NAMESPACE).end_unused.options(max_task_retries=0).remote(), timeout=timeout)

@@ -72,7 +72,6 @@ class _JobWorker:
         self._do: Job = make()
 
     def ready(self) -> tuple[str, list[int]]:
-        """Return the cores and CPUs of this process."""
         return environment.assigned_cores(), sorted(os.sched_getaffinity(0))
 
     def do(self, job: Any) -> Any:

@@ -59,12 +59,10 @@ def living() -> set[str]:
 
 
 def host_names() -> dict[str, str]:
-    """Return the name of the machine of every node."""
     return {str(item["NodeID"]): str(item["NodeManagerHostname"]) for item in ray.nodes()}
 
 
 def lives(node: str) -> bool:
-    """Whether Ray counts the node as alive."""
     return node in living()
 
 

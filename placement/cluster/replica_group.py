@@ -82,7 +82,6 @@ class ReplicaGroup:
 
     @property
     def spec(self) -> WorkerSpec:
-        """Specification of this process."""
         return self._specs[self._placements[0].label]
 
     def drafter(self) -> RemoteDrafter | None:
@@ -97,9 +96,7 @@ class ReplicaGroup:
     def wait_ready(self, load: Callable[[], Loaded]) -> Loaded:
         """Call ``load``, which loads the target, while the drafts load; return its result when all are ready.
 
-        Raises:
-            WorkerError: a draft did not start. Raised at once, though the target may still be loading: end this process
-                then.
+        WorkerError: a draft did not start. The target may still be loading: end this process then.
         """
         pending = {label: actor.ready.remote() for label, actor in self._actors.items()}
         loaded = load_beside(load, pending, timeout_s=self._policy.startup_timeout_s)
@@ -108,7 +105,6 @@ class ReplicaGroup:
 
     @property
     def workers(self) -> tuple[WorkerSpec, ...]:
-        """Specifications of the target and its drafts."""
         return tuple(self._specs.values())
 
     def _acquire(self, instance: Instance) -> dict[str, WorkerSpec]:
@@ -154,8 +150,7 @@ class ReplicaGroup:
 def load_beside(load: Callable[[], Loaded], pending: Mapping[str, ray.ObjectRef], *, timeout_s: float) -> Loaded:
     """Call ``load`` in a thread while workers start; return or raise what it does. ``pending``: their results, by name.
 
-    Raises:
-        WorkerError: a worker failed, or is not ready in time.
+    WorkerError: a worker failed, or is not ready in time.
     """
     loading: Future[Loaded] = Future()
     num_threads = torch.get_num_threads()  # each thread has its own setting
@@ -206,11 +201,7 @@ class ActorSupervisor:
 
 
 def take_cores(spec: WorkerSpec) -> CoreLocks:
-    """Make this process the worker of a specification: check its node, then take its cores and its share of the CPUs.
-
-    Raises:
-        WorkerError: the process is on another node, or another process has a core.
-    """
+    """Make this process the worker of a specification, on its node: take its cores and its share of the CPUs."""
     node = ray.get_runtime_context().get_node_id()
     if node != spec.node:
         raise WorkerError(f"{spec.label}: expected to start on node {spec.node}, got {node}; launch it again")

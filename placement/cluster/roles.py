@@ -28,11 +28,7 @@ MakeDrafters = Callable[[Settings], "DrafterPool"]
 
 
 def maker(path: str) -> Callable[..., object]:
-    """Return the function at the path ``module:name``.
-
-    Raises:
-        ConfigurationError: there is none.
-    """
+    """Return the function at the path ``module:name``."""
     module, _, name = path.partition(":")
     try:
         function: Callable[..., object] = getattr(import_module(module), name)

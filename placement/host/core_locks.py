@@ -64,7 +64,6 @@ class CoreLocks:
         os.pwrite(number, str(os.getpid()).encode(), 0)
 
     def release(self) -> None:
-        """Release the cores."""
         while self._held:
             os.close(self._held.pop())
 

@@ -76,11 +76,7 @@ def planned(
 
 
 def check(env: tuple[tuple[str, str], ...]) -> None:
-    """Check that this process has the variables of its plan.
-
-    Raises:
-        WorkerError: it does not, and must not use a core.
-    """
+    """Raise WorkerError unless this process has the variables of its plan."""
     wrong = [
         f"{name} is {os.environ.get(name)!r}, not {value!r}" for name, value in env if os.environ.get(name) != value
     ]
@@ -92,11 +88,7 @@ def check(env: tuple[tuple[str, str], ...]) -> None:
 
 
 def apply(env: tuple[tuple[str, str], ...]) -> None:
-    """Set the variables of this process's plan, before the Neuron runtime is initialised.
-
-    Raises:
-        WorkerError: it already has other cores.
-    """
+    """Set the variables of this process's plan, before the Neuron runtime is initialised; it has no cores yet."""
     for name in (CORES, "PACELINE_CORES"):
         if os.environ.get(name):
             raise WorkerError(f"this process already has cores ({name}={os.environ[name]!r}); unset it on Ray's nodes")
@@ -175,7 +167,6 @@ def for_actor(env: tuple[tuple[str, str], ...]) -> dict[str, str]:
 
 
 def lock_folder() -> Path:
-    """Return the folder of the locks of simulated cores."""
     return Path(os.environ.get("PACELINE_LOCKS") or scratch() / "cores")
 
 
@@ -193,11 +184,7 @@ def scratch() -> Path:
 
 
 def private(folder: Path) -> None:
-    """Ensure that a folder can be changed by this user only; create missing levels as private.
-
-    Raises:
-        WorkerError: it, or a parent folder, belongs to another user or is writable by others.
-    """
+    """Make a folder, and missing levels above it, that this user only can change; WorkerError if another one can."""
     path = folder.absolute()
     for level in (*reversed(path.parents), path):  # no level is created in an unchecked one
         try:

@@ -32,7 +32,6 @@ class Process:
 
 
 def running(pid: int) -> Process:
-    """Return the process that has this pid now."""
     return Process(pid, _began(pid))
 
 

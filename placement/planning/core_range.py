@@ -82,7 +82,6 @@ class Fragmentation:
 
 
 def fragmentation(instance: Instance, taken: Sequence[CoreRange]) -> Fragmentation:
-    """Return the report for an instance with these ranges in use."""
     free = instance.cores - sum(len(item) for item in taken)
     runs = tuple((d, len(free_runs(instance, taken, d))) for d in reversed(instance.degrees))
     return Fragmentation(free, runs, next((d for d, count in runs if count), 0))

@@ -40,12 +40,10 @@ class ReplicaGroupPlan:
 
     @property
     def residency(self) -> Residency:
-        """Residency of the model."""
         return self.plan.placements[0].model.residency
 
     @property
     def is_on_demand(self) -> bool:
-        """Whether its first request loads it."""
         return self.residency.load == "on_demand"
 
     @property

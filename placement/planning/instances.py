@@ -55,7 +55,6 @@ class Instance:
 
     @property
     def cores(self) -> int:
-        """Total number of logical cores."""
         return self.devices * self.cores_per_device
 
     def starts(self, degree: int) -> range:
@@ -109,11 +108,7 @@ INSTANCES: Mapping[str, Instance] = MappingProxyType({item.name: item for item i
 
 
 def instance(name: str) -> Instance:
-    """Return the instance type of that name.
-
-    Raises:
-        PlanError: there is no such type.
-    """
+    """Return the instance type of that name."""
     if name not in INSTANCES:
         raise PlanError(f"instance: expected one of {', '.join(INSTANCES)}, got {name!r}; use one of them")
     return INSTANCES[name]
@@ -124,11 +119,7 @@ _TIMEOUT = 30.0
 
 
 def neuron_ls() -> str | None:
-    """Return what `neuron-ls -j` prints: a JSON array with an object for each device; None without the tool.
-
-    Raises:
-        PlanError: the tool failed.
-    """
+    """Return what `neuron-ls -j` prints: a JSON array with an object for each device; None without the tool."""
     command = shutil.which("neuron-ls") or (USUAL_PLACE if USUAL_PLACE.is_file() else None)
     if command is None:
         return None
@@ -178,11 +169,7 @@ def matching(text: str) -> Instance:
 
 
 def detect() -> Instance | None:
-    """Return this machine's instance; None without `neuron-ls`.
-
-    Raises:
-        PlanError: the tool failed, or its output was not understood.
-    """
+    """Return this machine's instance; None without `neuron-ls`."""
     text = neuron_ls()
     return None if text is None else matching(text)
 
@@ -199,11 +186,7 @@ def host_cpus() -> Instance:
 
 
 def instance_named(name: str | None) -> Instance:
-    """Return the instance type of that name; None is this machine, and ``cpu`` its CPUs.
-
-    Raises:
-        PlanError: there is no such type, or `neuron-ls` failed or was not understood.
-    """
+    """Return the instance type of that name; None is this machine, and ``cpu`` its CPUs."""
     if name is None:
         return detect() or host_cpus()
     return host_cpus() if name == "cpu" else instance(name)

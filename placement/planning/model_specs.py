@@ -91,14 +91,8 @@ class _InProcessDraft:
 def _read_speculative(keys: Mapping[str, object], where: str, resolve: Callable[[str], Path]) -> SpeculativeConfig:
     """Read the keys of a target for the drafter in its process. ``resolve``: from a path as written to a folder or a
     GGUF file.
-
-    Raises:
-        PlanError: a value is wrong, or names a folder that does not exist.
     """
-    try:
-        config = SpeculativeConfig(**keys)
-    except ConfigurationError as error:
-        raise PlanError(f"{where}: {error}") from error
+    config = SpeculativeConfig(**keys)
     for name in config.set_of(NOT_SERVED):
         raise PlanError(f"{where}: {name} is for measurements and not for serving; omit it")
 
@@ -128,11 +122,7 @@ def _adapted(config: SpeculativeConfig, drafts: Sequence[_InProcessDraft]) -> Sp
 
 
 def _in_process_drafts(config: SpeculativeConfig, where: str) -> tuple[_InProcessDraft, ...]:
-    """Return the drafters of a target that have weights, with what is known of them without loading any.
-
-    Raises:
-        PlanError: a folder holds neither a model nor heads.
-    """
+    """Return the drafters of a target that have weights, with what is known of them without loading any."""
     drafts = []
     for spec in config.leaves():
         if spec.path is None:
@@ -182,12 +172,10 @@ class ModelSpec:
 
     @property
     def k(self) -> int:
-        """Maximum number of drafted tokens per round."""
         return self.speculative.max_k
 
     @property
     def n_positions(self) -> int:
-        """Maximum sequence length."""
         return self.options.longest(self.config.max_position_embeddings)
 
 
@@ -215,10 +203,7 @@ class ModelEntry(Residency):
         `LoadOptions` and `SpeculativeConfig`.
         """
         config, home = _configuration(self, folder, where)
-        try:
-            options = LoadOptions.part_of(keys)
-        except ConfigurationError as error:
-            raise PlanError(f"{where}: {error}") from error
+        options = LoadOptions.part_of(keys)
         if options.quantization == "gguf" and (home is None or not is_gguf(home)):
             raise PlanError(
                 f"{where}: quantization: expected a GGUF file for gguf, which keeps the formats of that file; give "
@@ -279,11 +264,7 @@ def read_models(file: Path) -> tuple[ModelSpec, ...]:
 
 
 def read_fault_policy_entry(file: Path) -> object:
-    """Return the key ``fault_policy`` of a YAML file as written; an empty mapping if it is absent.
-
-    Raises:
-        PlanError: the file cannot be read.
-    """
+    """Return the key ``fault_policy`` of a YAML file as written; an empty mapping if it is absent."""
     return _read(file).fault_policy
 
 
@@ -299,14 +280,6 @@ def _read(file: Path) -> _ModelsFile:
     return validate(_ModelsFile, content, str(file))
 
 
-def _renamed(entry: object, where: str) -> object:
-    """An entry by Paceline's names."""
-    try:
-        return renamed(entry) if isinstance(entry, dict) else entry
-    except ConfigurationError as error:
-        raise PlanError(f"{where}: {error}") from error
-
-
 def models_of(entries: Sequence[object], *, folder: Path, where: str) -> tuple[ModelSpec, ...]:
     """Read the models of a list of entries, checked one by one and against each other.
 
@@ -319,16 +292,18 @@ def models_of(entries: Sequence[object], *, folder: Path, where: str) -> tuple[M
     specs: dict[str, ModelSpec] = {}
     parsed: list[ModelEntry] = []
     for number, written in enumerate(entries):
-        content = _renamed(written, where)
-        name = content.get("name", number) if isinstance(content, dict) else number
-        place = f"{where}, model {name!r}"
-        entry = validate(ModelEntry, content, place, LoadOptions, SpeculativeConfig)
-        assert isinstance(content, dict), "an entry was made of it"
-        own = ModelEntry.model_fields
-        keys = {key: value for key, value in content.items() if value is not None and key not in own}
-        if entry.name in specs:
-            raise PlanError(f"{where}: name: expected different names, got {entry.name!r} twice; rename one model")
-        specs[entry.name] = entry.spec(keys, folder, place)
+        if not isinstance(written, dict):
+            raise PlanError(f"{where}, model {number}: expected a mapping, got {written!r:.80}; correct it")
+        place, own = f"{where}, model {written.get('name', number)!r}", ModelEntry.model_fields
+        try:
+            with renamed(written) as content:
+                entry = validate(ModelEntry, content, place, LoadOptions, SpeculativeConfig)
+                if entry.name in specs:
+                    raise PlanError(f"{where}: name: expected different names, got {entry.name!r} twice; rename one")
+                keys = {key: value for key, value in content.items() if value is not None and key not in own}
+                specs[entry.name] = entry.spec(keys, folder, place)
+        except ConfigurationError as error:
+            raise error if isinstance(error, PlanError) else PlanError(f"{place}: {error}") from error
         parsed.append(entry)
     return tuple(_paired(entry, specs) for entry in parsed)
 
@@ -382,7 +357,6 @@ def _paired(entry: ModelEntry, specs: Mapping[str, ModelSpec]) -> ModelSpec:
 
 
 def _check_pair(draft: ModelSpec, name: str, specs: Mapping[str, ModelSpec]) -> None:
-    """Raise PlanError unless ``draft`` can draft for the model called ``name``."""
     if name not in specs or name == draft.name:
         raise PlanError(f"{draft.name!r}: draft_of: expected another model of the file, got {name!r}; correct it")
     target = specs[name]

@@ -48,7 +48,6 @@ class Placement:
         return self.name if not self.replica else f"{self.name}.{self.replica}"
 
     def to_dict(self) -> dict[str, object]:
-        """Return plain values for JSON."""
         return {
             "name": self.name,
             "replica": self.replica,
@@ -76,11 +75,9 @@ class Plan:
 
     @property
     def fragmentation(self) -> Fragmentation:
-        """Free cores and their fragmentation."""
         return fragmentation(self.instance, [item.cores for item in self.placements])
 
     def to_dict(self) -> dict[str, object]:
-        """Return plain values for JSON."""
         left = self.fragmentation
         return {
             "instance": self.instance.name,

@@ -231,7 +231,6 @@ def _why_not(model: ModelSpec, degree: int) -> str:
 
 
 def _size(model: ModelSpec, degree: int) -> Footprint:
-    """Return the bytes on each core, with the drafters in the model's own process."""
     own = footprint(model.config, model.options, degree)
     drafts = [draft.footprint(model.config, model.options, degree) for draft in model.drafts]
     weights, cache = sum(size.weights for size in drafts), sum(size.cache for size in drafts)
@@ -239,7 +238,6 @@ def _size(model: ModelSpec, degree: int) -> Footprint:
 
 
 def _target_of(draft: Need, needs: Sequence[Need]) -> tuple[tuple[str, int], ...]:
-    """Return the target of one replica of a draft; () for other models."""
     names = draft.model.draft_of
     targets = sorted((need.model.name, need.replica) for need in needs if need.model.name in names)
     return tuple(targets[draft.replica : draft.replica + 1])

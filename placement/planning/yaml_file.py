@@ -33,12 +33,7 @@ _REASONS = {
 
 
 def read_yaml(file: Path) -> object:
-    """Return the content of a file as plain values.
-
-    Raises:
-        OSError, UnicodeDecodeError: the file cannot be read.
-        yaml.YAMLError: it is not YAML, or a mapping holds a key twice.
-    """
+    """Return the content of a file as plain values. OSError, ValueError, YAMLError: it cannot be read."""
     import yaml
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]  # it has no types
@@ -77,7 +72,6 @@ def validate(kind: type[T], content: object, where: str, *others: type) -> T:
 
 
 def _message(error: pydantic.ValidationError, where: str) -> str:
-    """Describe the first mistake in a sentence."""
     first = error.errors(include_url=False)[0]
     place = ".".join((where, *map(str, first["loc"])))
     if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):

@@ -90,15 +90,10 @@ class Channel:
         self._writable.register(connection, select.POLLOUT)
 
     def fileno(self) -> int:
-        """Return the file descriptor, for selectors."""
         return self._socket.fileno()
 
     def send(self, frame: bytes, seconds: float) -> None:
-        """Write a frame, within ``seconds``.
-
-        Raises:
-            ChannelError: the other side is gone, or did not read it in time; the channel can no longer be used.
-        """
+        """Write a frame. ChannelError: the other side is gone or did not read it in time: close it then."""
         data = _LENGTH.pack(len(frame)) + frame
         try:
             sent = self._socket.send(data)  # nearly always all of it
@@ -110,11 +105,7 @@ class Channel:
             self._write(data[sent:], monotonic() + seconds)
 
     def receive(self, seconds: float) -> bytearray | None:
-        """Return the next frame; None if it does not arrive within ``seconds``. The call can then be repeated.
-
-        Raises:
-            ChannelError: the other side is gone, or sends something that is not a frame.
-        """
+        """Return the next frame; None if it does not arrive in time: call again. ChannelError: the peer is gone."""
         frame = self._cut() if self._buffer else None
         end = monotonic() + seconds
         while frame is None and self._readable.poll(max(0.0, end - monotonic()) * 1000):
@@ -122,15 +113,10 @@ class Channel:
         return frame
 
     def wait(self, milliseconds: int) -> None:
-        """Wait up to ``milliseconds`` for data to read."""
         self._readable.poll(milliseconds)
 
     def arrived(self) -> list[bytearray]:
-        """Return every complete frame that has arrived, after one read of the socket and without waiting.
-
-        Raises:
-            ChannelError: see `receive`.
-        """
+        """Return every complete frame that has arrived, after one read of the socket and without waiting."""
         frame = self._next()
         frames = [] if frame is None else [frame]
         while self._buffer and (frame := self._cut()) is not None:
@@ -145,15 +131,10 @@ class Channel:
         return int(pid)
 
     def close(self) -> None:
-        """Close the connection; may be called twice."""
         self._socket.close()
 
     def authenticate(self, secret: bytes, *, server: bool) -> None:
-        """Prove that this side knows the secret, and check that the other one does.
-
-        Raises:
-            ChannelError: the other side does not know it; SilentError: it sends nothing.
-        """
+        """Prove that this side knows the secret, and check that the other one does. SilentError: it sends nothing."""
         end = monotonic() + _AUTHENTICATION_S
         own_role, other_role = (b"drafter", b"target") if server else (b"target", b"drafter")
         nonce = secrets.token_bytes(_NONCE)
@@ -225,11 +206,7 @@ class Channel:
 
 
 def connect(address: Address, secret: bytes, *, seconds: float) -> Channel:
-    """Connect to a drafter.
-
-    Raises:
-        ChannelError: no response in time, or the secrets differ; SilentError: a process listens and sends nothing.
-    """
+    """Connect to a drafter. ChannelError: no response in time, or another secret; SilentError: it sends nothing."""
     connection = socket.socket(socket.AF_UNIX if address.path else socket.AF_INET, socket.SOCK_STREAM)
     try:
         connection.settimeout(seconds)
@@ -244,11 +221,7 @@ def connect(address: Address, secret: bytes, *, seconds: float) -> Channel:
 
 
 def listen(address: Address) -> socket.socket:
-    """Return a listening socket. A socket file is accessible to its owner only, and replaces a stale one.
-
-    Raises:
-        ChannelError, WorkerError: see `bind`.
-    """
+    """Return a listening socket. A socket file is accessible to its owner only, and replaces a stale one."""
     listener = bind(address)
     listener.listen(BACKLOG)
     return listener
@@ -256,11 +229,7 @@ def listen(address: Address) -> socket.socket:
 
 def bind(address: Address) -> socket.socket:
     """Return a socket that has the address and refuses connections until it listens, so that no other process takes the
-    address while a model loads.
-
-    Raises:
-        ChannelError: the address is not available.
-        WorkerError: the folder of the socket file can be changed by another user.
+    address while a model loads. WorkerError: the folder of the socket file can be changed by another user.
     """
     if address.path:
         private(Path(address.path).parent)
@@ -294,7 +263,6 @@ class DueTime:
         self._pauses: deque[float] = deque(maxlen=_KEPT)
 
     def observe(self, seconds: float) -> None:
-        """Record the seconds from the last message in the other direction to this one."""
         self._pauses.append(seconds)
 
     def milliseconds(self, elapsed: float = 0.0) -> int:
@@ -314,7 +282,6 @@ class _IntBuffer:
         self._memory = self.tensor.view(-1).numpy().data
 
     def fill(self, numbers: memoryview) -> None:
-        """Write all numbers, row by row, as returned by `messages.unpack_words`."""
         self._memory[:] = numbers
 
 
@@ -330,7 +297,6 @@ class CommitBuffer:
         self._commit = Commit(numbers[:size].view(slots, width), count, first_row)
 
     def fill(self, request: messages.ProposeRequest) -> tuple[Commit, RoundLimits]:
-        """Write the numbers of a request; return its commit and limits."""
         numbers = messages.unpack_words(request.numbers)
         self._buffer.fill(numbers)
         return self._commit, RoundLimits(numbers[-self.shape[0] :].tolist(), request.max_rows)
@@ -350,7 +316,6 @@ class ReplyWarmer:
         channel.wait(min(self._due.milliseconds(), int(1000 * timeout)))
 
     def rehearse(self) -> None:
-        """Prepare for the reply. Afterwards only the reply itself is left to do."""
         self._buffer = _IntBuffer(*self._shape)
         if self._last is not None:
             reply = messages.decode_reply(self._last)

@@ -53,7 +53,6 @@ class _Exchange:
 
     @property
     def overdue_seconds(self) -> float:
-        """Seconds since it is overdue."""
         return 0.0 if self._overdue_since is None else monotonic() - self._overdue_since
 
     @property
@@ -64,16 +63,13 @@ class _Exchange:
         return min(round(1e6 * (monotonic() - self._replied_at)), messages.MAX_PAUSE_US)
 
     def interrupt(self) -> None:
-        """Discard the idle time measured since the last reply."""
         self._replied_at = None
 
     def next_number(self) -> int:
-        """Return the number of the next request."""
         self._number += 1
         return self._number
 
     def tell(self, message: messages.AddRequest, timeout: float) -> None:
-        """Send a message without a reply, within ``timeout`` seconds."""
         self._send(message, timeout)
 
     def ask(self, request: messages.ProposeRequest, timeout: float) -> None:
@@ -126,7 +122,6 @@ class CommitRows(NamedTuple):
 
     @classmethod
     def of(cls, commit: Commit) -> CommitRows:
-        """Return the lists of a commit."""
         return cls(commit.tokens.tolist(), commit.count.tolist(), commit.first_row.tolist())
 
     def without(self, slots: Collection[int]) -> CommitRows:
@@ -187,7 +182,6 @@ class SequenceTracker:
         return self._budget.left_out
 
     def add_request(self, slot: int, prompt: Sequence[int]) -> None:
-        """Add a request that takes a slot."""
         self._settle()
         self._sequences[slot] = list(prompt)
         self._read.pop(slot, None)
@@ -227,7 +221,6 @@ class SequenceTracker:
         self._in_flight = {}
 
     def record(self, commit: Commit) -> None:
-        """Record a commit, which extends the sequences."""
         if self._recorded is not None and self._recorded is not commit:
             self._settle()  # no proposal was requested after that one
         self._recorded = commit
@@ -362,7 +355,6 @@ class RemoteDrafter(Drafter):
             self._fail("lost", str(error))
 
     def finish_request(self, slot: int) -> None:
-        """Forget the sequence."""
         self._tracker.finish_request(slot)
 
     def update(self, commit: Commit) -> None:

@@ -67,11 +67,9 @@ class SamplingWords(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
 
     @classmethod
     def of(cls, sampling: SamplingTensors) -> SamplingWords:
-        """Return the bytes of these tensors."""
         return cls(*(memoryview(part.numpy().tobytes()) for part in (sampling.params, sampling.seeds)))
 
     def tensors(self) -> SamplingTensors:
-        """Return the tensors of these bytes."""
         import torch
 
         params = torch.frombuffer(bytearray(self.params), dtype=torch.float32).view(-1, 4)
@@ -145,25 +143,16 @@ _REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
 def encode(message: Request | Reply) -> bytes:
-    """Encode a message as bytes."""
     return _ENCODER.encode(message)
 
 
 def decode_request(frame: bytearray) -> Request:
-    """Decode the request in a frame.
-
-    Raises:
-        ChannelError: the bytes are not a request.
-    """
+    """Decode the request in a frame; ChannelError if the bytes are none."""
     return _decoded(frame, _REQUESTS)
 
 
 def decode_reply(frame: bytearray) -> Reply:
-    """Decode the reply in a frame.
-
-    Raises:
-        ChannelError: the bytes are not a reply.
-    """
+    """Decode the reply in a frame; ChannelError if the bytes are none."""
     return _decoded(frame, _REPLIES)
 
 
@@ -178,11 +167,7 @@ def _decoded(frame: bytearray, decoder: msgspec.msgpack.Decoder[Message]) -> Mes
 
 
 def pack_words(numbers: Sequence[int]) -> memoryview:
-    """Pack numbers as int32 for the fields ``numbers`` and ``tokens``.
-
-    Raises:
-        struct.error: a number does not fit in 32 bits.
-    """
+    """Pack numbers as int32 for the fields ``numbers`` and ``tokens``."""
     return memoryview(_words(len(numbers)).pack(*numbers))
 
 

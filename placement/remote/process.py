@@ -46,7 +46,6 @@ class ProcessSpec:
 
     @classmethod
     def from_json(cls, line: bytes) -> ProcessSpec:
-        """Read the output of `to_json`."""
         return msgspec.json.decode(line, type=cls)
 
 
@@ -62,7 +61,6 @@ class LocalProcess:
 
     @property
     def pid(self) -> int:
-        """PID of the running draft process."""
         assert self._process is not None
         return self._process.pid
 
@@ -75,7 +73,6 @@ class LocalProcess:
             return True
 
     def ensure(self) -> bool:
-        """Start a process if none is running."""
         with self._lock:
             if self._closed or self._runs:
                 return False
@@ -83,7 +80,6 @@ class LocalProcess:
             return True
 
     def close(self) -> None:
-        """End the process."""
         with self._lock:
             self._closed = True
             self._end()

@@ -28,10 +28,7 @@ class ProcessSupervisor(Protocol):
     """Keeps a drafter's process alive."""
 
     def replace(self, process: Process | None) -> bool:
-        """Kill the process if it is still the running one (None: any), and start a new one.
-
-        Returns whether anything was done.
-        """
+        """Kill the process if it is still the running one (None: any), and start a new one; return whether it did."""
 
     def ensure(self) -> bool:
         """Start a process if none is running; return whether one was started."""
@@ -62,26 +59,21 @@ class Backoff:
     _until: float = 0.0
 
     def fail(self) -> None:
-        """Count one more consecutive failure."""
         self.failures += 1
 
     def reset(self) -> None:
-        """Reset the backoff after a successful round."""
         self.failures = 0
 
     @property
     def seconds(self) -> float:
-        """Pause after the current number of failures."""
         doublings = min(max(0, self.failures - 1), _MAX_DOUBLINGS)
         return min(self.first_s * 2.0**doublings, self.max_s)
 
     def rest(self) -> None:
-        """Begin the pause."""
         self._until = monotonic() + self.seconds
 
     @property
     def resting(self) -> bool:
-        """Whether the pause is still running."""
         return self._until > monotonic()
 
 
@@ -132,7 +124,6 @@ class Reconnector:
             self._thread.start()
 
     def close(self) -> None:
-        """Stop permanently."""
         self._stop.set()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():

@@ -53,11 +53,9 @@ class _TargetSession:
         return self.lookahead is not None and not self.lookahead.idle
 
     def grant(self, drafter: Drafter) -> None:
-        """Give it its drafter."""
         self.drafter, self.lookahead = drafter, drafter if isinstance(drafter, LookaheadDrafter) else None
 
     def charge(self, seconds: float) -> None:
-        """Add seconds spent on this target."""
         self.time_used += seconds
 
     def add_request(self, request: messages.AddRequest) -> None:
@@ -99,7 +97,6 @@ class _TargetSession:
             return messages.encode(messages.ErrorReply(request.number, repr(failure)))
 
     def work_ahead(self) -> None:
-        """Do one unit of asynchronous drafting work."""
         assert self.lookahead is not None
         try:
             self.lookahead.work()
@@ -107,7 +104,6 @@ class _TargetSession:
             self._error = repr(error)
 
     def _encoded(self, number: int, proposal: Proposal) -> bytes:
-        """Encode a proposal as the reply to the request of that number."""
         drafter, rows = self._granted(), _undrawn_rows(proposal)
         if len(drafter.draft_lengths) > 1:  # proposals are padded when they are sent
             width = drafter.draft_shape.num_draft_tokens
@@ -188,7 +184,6 @@ class ConnectionListener:
         return self._woken.fileno()
 
     def start(self) -> None:
-        """Start accepting connections."""
         threading.Thread(target=self._accept, daemon=True, name="paceline-accept").start()
 
     def wake(self) -> bool:
@@ -200,7 +195,6 @@ class ConnectionListener:
         return True
 
     def take(self) -> list[Channel]:
-        """Return the connections that have arrived."""
         with suppress(BlockingIOError):
             self._woken.recv(4096)
         return [self._arrived.popleft() for _ in range(len(self._arrived))]
@@ -259,12 +253,10 @@ class FairQueue:
         return _TargetSession(channel, self._clock)
 
     def granted(self, session: _TargetSession) -> None:
-        """Register a session that has got a drafter."""
         if session.lookahead is not None:
             self._lookahead.append(session)
 
     def arrived(self, session: _TargetSession, frames: list[bytearray]) -> None:
-        """Add messages of a target."""
         if not session.inbox:  # idle time is not saved up
             session.time_used = max(session.time_used, self._clock)
             self._ready.append(session)
@@ -279,7 +271,6 @@ class FairQueue:
         return session
 
     def served(self, session: _TargetSession) -> None:
-        """Record that one of its messages was served."""
         if not session.inbox:
             self._ready.remove(session)
 
@@ -293,7 +284,6 @@ class FairQueue:
         return bool(self._ready) or any(session.works_ahead for session in self._lookahead)
 
     def remove(self, session: _TargetSession) -> None:
-        """Remove a disconnected target."""
         for sessions in self._lookahead, self._ready:
             if session in sessions:
                 sessions.remove(session)

@@ -78,6 +78,13 @@ def test_python_and_files_take_the_names_of_vllm(tmp_path: Path) -> None:
     assert SpeculativeConfig(num_speculative_tokens=3, enable_prefix_caching=True).k == 3
     with pytest.raises(ConfigurationError, match=r"max_num_seqs: .* batch_size, its other name, got both; give one"):
         LoadOptions.of({"max_num_seqs": 2, "batch_size": 2})
+    assert LoadOptions.of({"dtype": "half"}).amp == "f16" and LoadOptions(amp="auto") == LoadOptions()
+    with pytest.raises(ConfigurationError, match=r"^dtype: expected one of bf16, .* got 'int3'"):
+        LoadOptions.of({"dtype": "int3"})
+    with pytest.raises(ConfigurationError, match=r"^num_speculative_tokens: expected a number .* got -1"):
+        SpeculativeConfig(num_speculative_tokens=-1)
+    (named,) = SpeculativeConfig(draft=f"{DEMO}:dtype=float16,num_speculative_tokens=2").draft
+    assert (named.k, named.options) == (2, (("amp", "float16"),))
     file = tmp_path / "models.yaml"
     entry = f"name: a, path: {DEMO}, max_num_seqs: 2, draft: suffix, num_speculative_tokens: 3"
     file.write_text(f"models: [{{{entry}}}]")
@@ -85,6 +92,9 @@ def test_python_and_files_take_the_names_of_vllm(tmp_path: Path) -> None:
     assert (spec.options.batch_size, spec.speculative.k) == (2, 3)
     file.write_text(f"models: [{{{entry}, k: 2}}]")
     with pytest.raises(PlanError, match=r"num_speculative_tokens: .* got both"):
+        read_models(file)
+    file.write_text(f"models: [{{name: a, path: {DEMO}, max_num_seqs: 0}}]")
+    with pytest.raises(PlanError, match=r"model 'a': max_num_seqs: expected a positive number"):
         read_models(file)
     settings = {
         "targets": [{"path": "t", "max_model_len": 64}],

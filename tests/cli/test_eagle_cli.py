@@ -34,7 +34,8 @@ def head(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ended = terminated(*command)
     assert ended.exit_code == 143 and "again to resume" in ended.stderr
     assert torch.load(folder / "out" / "work" / "state.pt", weights_only=True)["state"]["step"] == 2
-    assert len(last(call(*command))["greedy chains"]) == 5  # type: ignore[arg-type]
+    found = last(call(*command))
+    assert found["version"] == 3 and len(found["greedy chains"]) == 5  # type: ignore[arg-type]
     assert "of" in json.loads((folder / "out" / "work" / "log.jsonl").read_text().splitlines()[-1])
     return folder / "out"
 

@@ -14,6 +14,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from click import Context
 from typer.main import get_group
 
 from paceline import AutoDecoder, SpeculativeGenerator
@@ -33,8 +34,7 @@ for arguments in json.load(sys.stdin):
     new = sys.modules.keys() - before
     print(json.dumps([done.exit_code, done.output, [name for name in {UNWANTED!r} if name in new]]))
 """
-GROUPS = {"train": main.TRAIN, "experiment": main.EXPERIMENT, "models": main.MODELS}
-COMMANDS = [[name] for name in main.COMMANDS] + [[group, name] for group, rows in GROUPS.items() for name in rows]
+COMMANDS = [[name] for name in main.COMMANDS] + [[group, name] for group, rows in main.GROUPS.items() for name in rows]
 GENERATE = ["generate", "--target", "TARGET", "--prompt", "def main"]
 
 
@@ -65,7 +65,7 @@ def test_modules_that_do_not_decode_import_without_pytorch(module: str) -> None:
 
 def test_help_and_lists_need_no_pytorch() -> None:
     calls = [["--version"], ["--help"], ["list"], ["list", "--json"]]
-    calls += [[*command, "--help"] for command in [*([group] for group in GROUPS), *COMMANDS]]
+    calls += [[*command, "--help"] for command in [*([group] for group in main.GROUPS), *COMMANDS]]
     for arguments, (status, output, imported) in zip(calls, outcomes(calls), strict=True):
         assert (status, imported) == (0, []), (arguments, output)
 
@@ -111,14 +111,18 @@ app(prog_name="paceline")
 
 
 def test_command_summaries_equal_those_of_the_commands() -> None:
-    for rows in (main.COMMANDS, *GROUPS.values()):
-        for name, (module, summary) in rows.items():
-            commands = get_group(import_module(f"paceline.cli.{module}").app).commands
-            help_text = commands[name].help or ""
-            assert " ".join(help_text.split("\n\n")[0].split()) == summary, name
-    modules = {module for rows in (main.COMMANDS, *GROUPS.values()) for module, _ in rows.values()}
-    found = [name for module in modules for name in get_group(import_module(f"paceline.cli.{module}").app).commands]
-    assert sorted(found) == sorted(name for *_, name in COMMANDS)
+    shown = get_group(main.app)
+    found = []
+    for name, rows in {"": main.COMMANDS, **main.GROUPS}.items():
+        group = shown.commands[name] if name else shown
+        group.list_commands(Context(group))
+        for command, module in rows.items():
+            help_text = get_group(import_module(f"paceline.cli.{module}").app).commands[command].help or ""
+            assert " ".join(help_text.split("\n\n")[0].split()) == group.commands[command].help, command
+            found.append((module, command))
+    modules = {module for module, _ in found}
+    every = [(m, name) for m in modules for name in get_group(import_module(f"paceline.cli.{m}").app).commands]
+    assert sorted(found) == sorted(every)
 
 
 @dataclass(frozen=True)

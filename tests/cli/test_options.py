@@ -18,7 +18,7 @@ from paceline.placement.planning.instances import INSTANCES
 BLOCKS = {"train dflash", "train pard"}
 TRAINING = {"train medusa", "train eagle"} | BLOCKS
 CONFIGS = {"cost", "export-hlo", "plan-speed"}
-GROUPS = {"": main.COMMANDS, "train ": main.TRAIN, "experiment ": main.EXPERIMENT, "models ": main.MODELS}
+GROUPS = {"": main.COMMANDS, **{f"{group} ": rows for group, rows in main.GROUPS.items()}}
 EXCEPTIONS: dict[str, list[set[str]]] = {
     "--api-key": [{"serve"}],  # keys to accept; elsewhere the key to send
     "--aux-layers": [{"train dflash"}],  # another default
@@ -65,7 +65,7 @@ def options() -> dict[str, dict[str, Any]]:
     """Every option of every command: by the option's first name, by the command's."""
     found: dict[str, dict[str, Any]] = defaultdict(dict)
     for group, rows in GROUPS.items():
-        for name, (module, _) in rows.items():
+        for name, module in rows.items():
             command = get_group(import_module(f"paceline.cli.{module}").app).commands[name]
             for parameter in command.params:
                 if parameter.param_type_name == "option":
@@ -132,7 +132,7 @@ def test_adaptive_k_is_written_auto() -> None:
 
 
 def test_every_command_is_in_a_panel() -> None:
-    assert main.PANELS.keys() == {*main.COMMANDS, "train", "experiment", "models"}
+    assert main.PANELS.keys() == {*main.COMMANDS, *main.GROUPS}
 
 
 def test_single_request_commands_hide_the_batch_size() -> None:

@@ -220,12 +220,20 @@ def _model_tree(home: Home, k: Depth) -> SpeculativeGenerator:
     return home.generator(ModelDrafter(home.draft, tree.draft_shape(BRANCHES), vocabulary=vocabulary), k)
 
 
-def _mlp_speculator(home: Home, k: Depth) -> SpeculativeGenerator:
-    return home.generator(mlp_speculator(home.folder / f"mlp {k}", home.target, deepest(k)), k)
+def _mlp_speculator(draft_tree: str = "chain") -> Callable[[Home, Depth], SpeculativeGenerator]:
+    def make(home: Home, k: Depth) -> SpeculativeGenerator:
+        made = mlp_speculator(home.folder / f"mlp {k}", home.target, deepest(k), draft_tree=draft_tree)
+        return home.generator(made, k)
+
+    return make
 
 
 def _assistant(home: Home, k: Depth) -> SpeculativeGenerator:
     return home.generator(assistant(home.target, deepest(k)), k)
+
+
+def _assistant_tree(home: Home, k: Depth) -> SpeculativeGenerator:
+    return home.generator(assistant(home.target, tree.draft_shape(BRANCHES)), k)
 
 
 def _layerskip(home: Home, k: Depth) -> SpeculativeGenerator:
@@ -297,8 +305,10 @@ ROWS: dict[str, Row] = {
     "MTP": Row("mtp", _mtp),
     "MTP static tree": Row("mtp", _mtp_tree, depths=(3,)),
     "model static tree": Row("model", _model_tree, depths=(3,)),
-    "MLP speculator": Row("mlp_speculator", _mlp_speculator),
+    "MLP speculator": Row("mlp_speculator", _mlp_speculator()),
+    "MLP speculator static tree": Row("mlp_speculator", _mlp_speculator(TREE), depths=(3,)),
     "Gemma 4 assistant": Row("gemma4_assistant", _assistant),
+    "Gemma 4 assistant static tree": Row("gemma4_assistant", _assistant_tree, depths=(3,)),
     "LayerSkip": Row("layerskip", _layerskip),
     "LayerSkip static tree": Row("layerskip", _given(f"layerskip:layers=1,draft_tree={TREE}"), depths=(3,)),
     "list: ngram, LayerSkip": Row(

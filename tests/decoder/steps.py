@@ -21,12 +21,12 @@ from paceline.decoder.decoder import FeatureBuffer, ModelWithCache, load_rank
 from paceline.decoder.json_fields import Fields
 from paceline.decoder.parallel.collectives import DeviceGroup, SingleRank
 from paceline.decoder.parallel.sharding import WHOLE, Layout
-from paceline.decoder.steps import CompactPathStep, PrefillStep, WindowStep
+from paceline.decoder.steps import CompactPathStep, MoveSlotStep, PrefillStep, ReorderSlotsStep, WindowStep
 from paceline.draft.dflash.config import parse
 from paceline.draft.dflash.head import BlockStep, DFlashHead
 from paceline.draft.drafted_tokens import Kept
 from paceline.draft.gemma4_assistant import AssistantHead
-from paceline.draft.heads import ChainStep, ReadStep
+from paceline.draft.heads import ChainStep, MoveRowsStep, NextTreeStep, ReadStep
 from paceline.draft.layerskip import EarlyExitHead
 from paceline.draft.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorHead
 from paceline.draft.model import ModelHead
@@ -55,7 +55,8 @@ FEATURES = {
     "fused DFlash": 2 * 32, "fused DFlash 2": 2 * 32, "fused DSpark": 2 * 32,
     "fused eagle 3": 3 * 32, "fused eagle 3, chain": 3 * 32, "fused eagle 3, static tree": 3 * 32,
     "fused eagle 3.1": 3 * 32, "fused P-EAGLE": 3 * 32, "fused P-EAGLE, static tree": 3 * 32,
-    "fused MTP": 32, "fused MTP, MiMo": 32, "fused MLP speculator": 32, "fused Gemma 4 assistant": 32,
+    "fused MTP": 32, "fused MTP, MiMo": 32, "fused MTP, static tree": 32,
+    "fused MLP speculator": 32, "fused Gemma 4 assistant": 32,
 }  # fmt: skip
 """How wide the states are that a commit carries for a drafter."""
 TREE = (-1, -1, 0, 0, 1)
@@ -156,12 +157,17 @@ def block(body: ModelWithCache, reach: int, *, variant: str, kind: SamplingKind 
     return FusedStep(BlockStep(head, NODES, reach, kind=kind), verify(body, reach, reads=config.reads, kind=kind))
 
 
-def mtp(body: ModelWithCache, reach: int, *, layout: MtpLayout, kind: SamplingKind = "full") -> nn.Module:
-    """A random MTP layer, and the target."""
+def mtp(
+    body: ModelWithCache, reach: int, *, layout: MtpLayout, parents: tuple[int, ...] = (), kind: SamplingKind = "full"
+) -> nn.Module:
+    """A random MTP layer that drafts a chain, or a tree, and the target."""
     config = mtp_config(body.config.hidden_size, VOCABULARY, layout)
     weights = random_weights(config.shapes())
     head = MtpHead(config, weights, shared=body.shared, kernels=body.kernels, options=body.options)
-    return FusedStep(head.step(NODES, reach, kind), verify(body, reach, reads=head.reads, kind=kind))
+    if not parents:
+        return FusedStep(head.step(NODES, reach, kind), verify(body, reach, reads=head.reads, kind=kind))
+    checked = verify(body, reach, draft_shape=tree.draft_shape(parents), reads=head.reads, kind=kind)
+    return FusedStep(NextTreeStep(head, parents, reach, kind=kind), checked)
 
 
 def mlp_speculator(body: ModelWithCache, reach: int, *, kind: SamplingKind = "full") -> nn.Module:
@@ -189,6 +195,9 @@ STEPS: dict[str, Callable[[ModelWithCache, int], nn.Module]] = {
     "window": WindowStep,
     "window, tree": WindowStep,
     "keep": CompactPathStep,
+    "reorder": ReorderSlotsStep,
+    "move": MoveSlotStep,
+    "move, eagle 3": lambda body, reach: MoveRowsStep(eagle_head(body, 3), reach),
     "verify": verify,
     "verify nothing": partial(verify, draft_shape=DraftShape.chain(0)),
     "verify, reject, drawn": partial(verify, rule=Reject()),
@@ -217,6 +226,7 @@ STEPS: dict[str, Callable[[ModelWithCache, int], nn.Module]] = {
     "fused P-EAGLE, static tree": partial(eagle, version=3, draft_tree=StaticTree((-1, -1, 0)), changes=PARALLEL),
     "fused MTP": partial(mtp, layout=SPECULATORS),
     "fused MTP, MiMo": partial(mtp, layout=MIMO),
+    "fused MTP, static tree": partial(mtp, layout=SPECULATORS, parents=(-1, -1, 0)),
     "fused MLP speculator": mlp_speculator,
     "fused LayerSkip": layerskip,
     "fused Gemma 4 assistant": assistant,
@@ -246,6 +256,10 @@ def inputs(name: str, seed: int, *, row: int | None = None, slots: int = SLOTS) 
     if name == "eagle 3 reads":
         features = torch.randn(1, 16, 3 * 32, generator=generator)
         return ids(0, VOCABULARY, 1, 16), rows(1), ids(1, 16, 1), ids(0, slots, 1), features
+    if name == "reorder":
+        return (torch.randperm(slots, generator=generator, dtype=torch.int32),)
+    if name.startswith("move"):
+        return ids(0, 1, 1), torch.full((1,), 1 + seed % (slots - 1), dtype=torch.int32)
     if name == "keep":
         path = torch.tensor([[1, 3], [2, -1], [-1, -1], [1, 2]], dtype=torch.int32)
         return rows(slots), path.repeat(slots, 1)[:slots]

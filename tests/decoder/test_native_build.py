@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -229,3 +231,12 @@ def test_kernels_take_the_physical_cores_of_the_affinity(
         monkeypatch.setenv("OMP_NUM_THREADS", asked)
     assert environment.threads(usual, tmp_path) == found
     assert environment.threads(4, tmp_path / "absent") == 4
+
+
+@pytest.mark.parametrize(("own", "found"), [("", "False"), ("torch.set_num_threads(2)", "True")])
+def test_a_number_that_the_process_has_set_is_known(own: str, found: str) -> None:
+    """Also where it equals PyTorch's own choice."""
+    script = f"import torch\n{own}\nfrom paceline.build import _is_set\nprint(_is_set(2))"
+    env = environment.with_variables({"OMP_NUM_THREADS": "2"})
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=env)
+    assert done.stdout.strip() == found

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import transformers  # by attribute: 4.57, which torch_xla's tests have, lacks Gemma 4
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4TextConfig
 
 from paceline import SpeculativeGenerator
 from paceline.auto import SamplingDecoder
@@ -55,7 +55,13 @@ def mtp(target: SamplingDecoder, k: int | DraftShape, layout: MtpLayout = SPECUL
 
 
 def mlp_speculator(
-    folder: Path, target: SamplingDecoder, k: int, *, tied: bool = False, scale_input: bool = True
+    folder: Path,
+    target: SamplingDecoder,
+    k: int,
+    *,
+    tied: bool = False,
+    scale_input: bool = True,
+    draft_tree: str = "chain",
 ) -> MlpSpeculatorDrafter:
     """A drafter with random stages, through the disk, under the names of published files."""
     sizes = MlpSpeculatorConfig(
@@ -66,7 +72,7 @@ def mlp_speculator(
         if name.startswith("head"):
             weights[name][FREQUENT:] *= 0.05
     save_mlp_speculator(folder, sizes, weights)
-    return MlpSpeculatorDrafter.from_pretrained(folder, target, k)
+    return MlpSpeculatorDrafter.from_pretrained(folder, target, k, draft_tree=draft_tree)
 
 
 def save_mlp_speculator(folder: Path, sizes: MlpSpeculatorConfig, weights: dict[str, Tensor]) -> None:
@@ -158,7 +164,7 @@ def assistant_weights(config: AssistantConfig) -> dict[str, Tensor]:
     return {**weights, **({"order": order.view(config.clusters, -1)} if config.clusters else {})}
 
 
-def assistant(target: SamplingDecoder, k: int) -> AssistantDrafter:
+def assistant(target: SamplingDecoder, k: int | DraftShape) -> AssistantDrafter:
     """A drafter with a random assistant."""
     made = assistant_config(target.config, clusters=12)
     types = {torch.float32: target.options.dtype}
@@ -166,7 +172,7 @@ def assistant(target: SamplingDecoder, k: int) -> AssistantDrafter:
     return AssistantDrafter(AssistantHead(made, weights, target.body), target, k)
 
 
-def save_assistant(folder: Path, target: ModelConfig, **changes: object) -> Gemma4AssistantForCausalLM:
+def save_assistant(folder: Path, target: ModelConfig, **changes: object) -> transformers.Gemma4AssistantForCausalLM:
     """Write a random assistant for a Gemma 4 as transformers does; return its module."""
     full = target.of_layer(0)
     text = {
@@ -187,9 +193,10 @@ def save_assistant(folder: Path, target: ModelConfig, **changes: object) -> Gemm
         "num_kv_shared_layers": 3,
     }
     sizes = {"num_centroids": 12, "centroid_intermediate_top_k": 5, "backbone_hidden_size": target.hidden_size}
-    config = Gemma4AssistantConfig(text_config=Gemma4TextConfig(**text), **{**sizes, **changes})
+    text_config = transformers.Gemma4TextConfig(**text)
+    config = transformers.Gemma4AssistantConfig(text_config=text_config, **{**sizes, **changes})
     torch.manual_seed(1)
-    made = Gemma4AssistantForCausalLM(config).eval()
+    made = transformers.Gemma4AssistantForCausalLM(config).eval()
     for name, x in made.named_parameters():
         torch.nn.init.normal_(x, 1.0 if "norm" in name else 0.0, 0.2)
     made.model.embed_tokens.weight.data[FREQUENT:] *= 0.05
@@ -225,6 +232,25 @@ def simulated_rounds(text: list[int], begin: int, k: int, draft: Callable[[list[
         right = next((i for i, token in enumerate(drafted) if token != text[begin + i]), k)
         accepted.append(right)
         begin += right + 1
+    return accepted
+
+
+TREE = "tree:-1,-1,0,0,1,2"
+
+
+def simulated_tree_rounds(text: list[int], begin: int, logits: Callable[[list[int], list[int]], Tensor]) -> list[int]:
+    """Accepted levels of each round with `TREE`; the first ``begin`` tokens of a text are known. ``logits`` [V]: after
+    a known text and a node's path, decoded alone; child r of a node is the token of rank r.
+    """
+    accepted = list[int]()
+    while begin + 3 <= len(text):
+        paths: list[list[int]] = []
+        for parent, rank in zip((-1, -1, 0, 0, 1, 2), (0, 1, 0, 1, 0, 0), strict=True):
+            path = [] if parent < 0 else paths[parent]
+            paths.append([*path, int(logits(text[:begin], path).topk(2).indices[rank])])
+        right = [len(path) for path in paths if path == text[begin : begin + len(path)]]
+        accepted.append(max([0, *right]))
+        begin += accepted[-1] + 1
     return accepted
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,14 @@ from paceline.core.types import FeatureSpec
 from paceline.decoder.steps import prefill
 from paceline.draft.gemma4_assistant import AssistantDrafter
 from tests.decoder.tiny import Workshop, fresh
-from tests.draft.random_heads import rounds, save_assistant, save_narrowed, simulated_rounds
+from tests.draft.random_heads import (
+    TREE,
+    rounds,
+    save_assistant,
+    save_narrowed,
+    simulated_rounds,
+    simulated_tree_rounds,
+)
 
 PROMPTS = [[5, 17, 17, 90], [4], [33, 2, 9, *range(20, 45)]]
 KINDS = {"gemma4": {}, "gemma4 moe": {"use_ordered_embeddings": True}}
@@ -31,8 +39,10 @@ class Oracle:
         self.model, self.assistant = model, assistant
 
     @torch.inference_mode()
-    def drafted(self, text: list[int], k: int) -> tuple[list[int], list[Tensor]]:
-        """Drafts that follow a text, and their logits; the target has not read its last token."""
+    def drafted(self, text: list[int], k: int, path: Sequence[int] = ()) -> tuple[list[int], list[Tensor]]:
+        """Drafts that follow a text, the first ones those of ``path``, and their logits; the target has not read the
+        text's last token.
+        """
         read = self.model(torch.tensor([text[:-1]]), output_hidden_states=True, return_shared_kv_states=True)
         state, token = read.hidden_states[-1][:, -1:], torch.tensor([text[-1:]])
         drafts: list[int] = []
@@ -43,8 +53,8 @@ class Oracle:
                 position_ids=torch.tensor([[len(text) - 1]]),
                 shared_kv_states=read.shared_kv_states,
             )
-            state, token = made.last_hidden_state, made.logits.argmax(-1)
-            drafts.append(int(token))
+            drafts.append(path[len(drafts)] if len(drafts) < len(path) else int(made.logits.argmax()))
+            state, token = made.last_hidden_state, torch.tensor([drafts[-1:]])
             logits.append(made.logits[0, 0])
         return drafts, logits
 
@@ -84,6 +94,14 @@ def test_rounds_equal_a_simulation(made: Made) -> None:
     expected = simulated_rounds(text, len(PROMPTS[0]) + 1, 3, lambda known: oracle.drafted(known, 3)[0])
     assert accepted[: len(expected)] == expected and 0 < sum(expected) < 3 * len(expected)
     assert text == target.sample(PROMPTS[:1], max_new_tokens=40)[0].tolist()
+
+
+def test_rounds_of_a_tree_equal_a_simulation(made: Made) -> None:
+    target, folder, oracle = made
+    text, accepted = rounds(SpeculativeGenerator(f"{folder}:draft_tree={TREE}", target), PROMPTS[0], 24)
+    begin = len(PROMPTS[0]) + 1
+    wanted = simulated_tree_rounds(text, begin, lambda known, path: oracle.drafted(known, len(path) + 1, path)[1][-1])
+    assert accepted[: len(wanted)] == wanted and 0 < sum(wanted) < 3 * len(wanted)
 
 
 @pytest.mark.parametrize("form", ["int8", "fp8_e4m3"])

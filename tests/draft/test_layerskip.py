@@ -10,7 +10,7 @@ from paceline import SpeculativeGenerator
 from paceline.core.errors import ConfigurationError
 from paceline.draft.layerskip import LayerSkipDrafter
 from tests.decoder.tiny import Workshop
-from tests.draft.random_heads import rounds, simulated_rounds
+from tests.draft.random_heads import TREE, rounds, simulated_rounds, simulated_tree_rounds
 
 PROMPTS = [[5, 17, 17, 90], [4], [33, 2, 9, *range(20, 45)]]
 SAMPLINGS: list[dict[str, object]] = [{}, {"do_sample": True, "temperature": 0.8, "seed": 11}]
@@ -50,22 +50,16 @@ def test_rounds_equal_those_of_transformers_early_exit(workshop: Workshop) -> No
 @pytest.mark.parametrize("which", ["layerskip:layers=1,", "model"])
 def test_acceptance_of_a_tree_equals_a_simulation(workshop: Workshop, which: str) -> None:
     """Child r of a node is the token of rank r after the node's path, by transformers' passes over whole texts."""
-    parents, ranks, target = (-1, -1, 0, 0, 1, 2), (0, 1, 0, 1, 0, 0), workshop.decoder(slots=1)
+    target = workshop.decoder(slots=1)
     model = LlamaForCausalLM.from_pretrained(workshop.checkpoint("draft"), dtype=torch.float32).eval()
+
+    @torch.inference_mode()
+    def logits(known: list[int], path: list[int]) -> torch.Tensor:
+        return model(torch.tensor([known + path])).logits[0, -1]  # type: ignore[no-any-return]
+
     named = f"{workshop.checkpoint('draft')}:" if which == "model" else which
-    generator = SpeculativeGenerator(f"{named}draft_tree=tree:{','.join(map(str, parents))}", target)
-    text, accepted = rounds(generator, PROMPTS[0], 40)
-    wanted, begin = list[int](), len(PROMPTS[0]) + 1
-    while begin + 3 <= len(text):
-        paths: list[list[int]] = []
-        for parent, rank in zip(parents, ranks, strict=True):
-            path = [] if parent < 0 else paths[parent]
-            with torch.inference_mode():
-                best = model(torch.tensor([text[:begin] + path])).logits[0, -1].topk(2).indices.tolist()
-            paths.append([*path, best[rank]])
-        right = [len(path) for path in paths if path == text[begin : begin + len(path)]]
-        wanted.append(max([0, *right]))
-        begin += wanted[-1] + 1
+    text, accepted = rounds(SpeculativeGenerator(f"{named}draft_tree={TREE}", target), PROMPTS[0], 40)
+    wanted = simulated_tree_rounds(text, len(PROMPTS[0]) + 1, logits)
     assert accepted[: len(wanted)] == wanted and 0 < sum(wanted) < 3 * len(wanted)
 
 

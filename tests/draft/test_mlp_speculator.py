@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,20 +19,26 @@ from paceline.core.errors import CheckpointError, ConfigurationError, PairingErr
 from paceline.draft.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorDrafter, load
 from tests.decoder.tiny import Workshop, fresh
 from tests.draft.random_heads import (
+    TREE,
     mlp_speculator,
     random_weights,
     rounds,
     save_mlp_speculator,
     save_narrowed,
     simulated_rounds,
+    simulated_tree_rounds,
 )
 
 PROMPTS = [[5, 17, 17, 90], [4], [33, 2, 9, *range(20, 45)]]
 KINDS = [(False, True), (True, True), (True, False)]
 
 
-def plain(weights: dict[str, Tensor], sizes: MlpSpeculatorConfig, state: Tensor, token: int) -> list[Tensor]:
-    """The logits of every stage after a state [H] and a token, drafts chosen greedily; by the formulas of the paper."""
+def plain(
+    weights: dict[str, Tensor], sizes: MlpSpeculatorConfig, state: Tensor, token: int, path: Sequence[int] = ()
+) -> list[Tensor]:
+    """The logits of every stage after a state [H] and a token, by the formulas of the paper; drafts are those of
+    ``path``, and then chosen greedily.
+    """
     share = 0.5 ** (0.5 / sizes.stages)
     added = math.sqrt((1 - share * share) * (sizes.inner_size / 2)) / share
     if sizes.scale_input:
@@ -43,7 +50,7 @@ def plain(weights: dict[str, Tensor], sizes: MlpSpeculatorConfig, state: Tensor,
         x = x / (x.pow(2).mean() + 1e-6).sqrt()
         state = F.gelu(x * weights[f"ln.{stage}.weight"] + weights[f"ln.{stage}.bias"])
         found.append(weights[f"head.{stage}.weight"] @ state)
-        token = int(found[-1].argmax())
+        token = path[index] if index < len(path) else int(found[-1].argmax())
     return found
 
 
@@ -74,6 +81,24 @@ def test_mlp_speculator_logits_and_rounds_equal_the_formulas(
     drafts = [[int(one.argmax()) for one in logits(text[:n])] for n in range(5, len(text))]
     expected = simulated_rounds(text, 5, 3, lambda known: drafts[len(known) - 5])
     assert accepted[: len(expected)] == expected and 0 < sum(expected) < 3 * len(expected)
+
+
+def test_nodes_of_a_tree_are_the_best_tokens_of_a_stage(workshop: Workshop, tmp_path: Path) -> None:
+    target = fresh(save_narrowed(workshop.checkpoint(), tmp_path / "target"))
+    mlp_speculator(tmp_path, target, 3)
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "target").eval()
+    sizes, weights = load(tmp_path, target.config)
+
+    @torch.inference_mode()
+    def logits(known: list[int], path: list[int]) -> Tensor:
+        state = model(torch.tensor([known[:-1]]), output_hidden_states=True).hidden_states[-1][0, -1]
+        return plain(weights, sizes, state, known[-1], path)[len(path)]
+
+    text, accepted = rounds(SpeculativeGenerator(f"{tmp_path}:draft_tree={TREE}", target), PROMPTS[0], 40)
+    wanted = simulated_tree_rounds(text, len(PROMPTS[0]) + 1, logits)
+    assert accepted[: len(wanted)] == wanted and 0 < sum(wanted) < 3 * len(wanted)
+    with pytest.raises(ConfigurationError, match="draft_tree: expected at most 3 levels"):
+        SpeculativeGenerator(f"{tmp_path}:draft_tree=tree:-1,0,1,2", target)
 
 
 def test_copies_of_tied_weights_must_be_equal(workshop: Workshop, tmp_path: Path) -> None:

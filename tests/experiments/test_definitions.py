@@ -101,7 +101,7 @@ def test_a_run_server_metrics_and_aiperf_records_agree(workshop: Workshop, tmp_p
     assert 0 < pooled.num_accepted_tokens < pooled.num_draft_tokens
 
     metrics = MetricSet("tiny", "0", ray_too=False)
-    metrics.update(host.engine.figures(), None, num_slots=2)
+    metrics.update(host.figures(), None, num_slots=2)
     served = samples(metrics.text())
     drafts, drafted, accepted = (
         served[f"vllm:spec_decode_num_{name}_total", ""] for name in ("drafts", "draft_tokens", "accepted_tokens")

@@ -219,13 +219,12 @@ def test_a_run_that_fails_ends_before_a_models_file_is_written(
 def test_the_fastest_is_written_as_what_serve_reads(done: Path, tmp_path: Path) -> None:
     (trace,) = (done / "traces").glob("*.trace")
     file = tmp_path / "tuned.yaml"
-    asked = ["plan-speed", "--experiment", done, "--trace", trace, "--trials", "30", "--out", file, "--json"]
+    asked = ["plan-speed", "--experiment", done, "--trace", trace, "--out", file, "--json"]
     (load,) = json.loads(call(*asked).stdout.splitlines()[-1])["loads"]
     tried = load["candidates"]
     seen = {(one["drafter"], one["k"]) for one in tried}
     assert {("", None), ("model", 1), ("model", 3)} <= seen
     assert {("suffix", 4), ("suffix+model", 4)} <= seen, "lists and text drafters too"
-    assert any(one["confidence"] is not None for one in tried)
     plan = call("plan", file, "--instance", "cpu")
     assert plan.exit_code == 0, plan.stderr
 
@@ -248,7 +247,7 @@ def test_a_plan_of_speed_is_made_of_measured_times_and_run(done: Path) -> None:
         (["--acceptance", "0.5"], "expected one of model, suffix, suffix+model with --acceptance, got none"),
         ([], "--acceptance: expected either --trace or --acceptance, got neither"),
         (["--acceptance", "0.5", "--drafter", "other"], "got 'other'"),
-        (["--acceptance", "0.5", "--drafter", "model", "--trials", "3"], "--trials: expected --experiment and --trace"),
+        (["--acceptance", "0.5", "--drafter", "model", "--verify"], "--verify: expected --experiment and --trace"),
         (["--trace", trace, "--target", done.parent / "target"], "expected --experiment for measured times"),
     ):
         refused = call(*asked, *wrong)
@@ -259,9 +258,7 @@ def test_a_plan_of_speed_is_made_of_measured_times_and_run(done: Path) -> None:
     "policy",
     [
         Policy(("model",), 2),
-        Policy(("model",), 2, confidence=0.25),
         Policy(("suffix", "model"), 3),
-        Policy(("suffix", "model"), 3, confidence=0.5),
         Policy(("suffix",), 2),
         Policy(()),
     ],
@@ -271,4 +268,3 @@ def test_models_files_of_every_drafter_are_written(done: Path, tmp_path: Path, p
     file.write_text(models_file(config, policy, next(cells(config))))
     (model,) = read_models(file)
     assert model.speculative.k == policy.k and len(model.speculative.draft) == len(policy.drafters)
-    assert model.speculative.confidence_threshold == (policy.confidence or 0.0)

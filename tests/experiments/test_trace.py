@@ -22,7 +22,6 @@ from paceline.experiments.questions import (
     best_per_text,
     drafter_of,
     search,
-    search_thresholds,
 )
 from paceline.experiments.record_traces import record
 from paceline.experiments.replay import ReplayDrafter, replay
@@ -127,9 +126,8 @@ def test_confidence_thresholds_equal_a_run(workshop: Workshop, tmp_path: Path) -
         assert load_trace(tmp_path / "a.trace") == trace
         times = RoundTimes({("none", 0, 1): 1.0, ("it", 4, 1): 1.5, ("it+ngram", 4, 1): 1.5})
         grid = search(trace, times, batch_size=1, max_depth=4)
-        found = search_thresholds(trace, times, grid, batch_size=1, trials=8)
-        assert len(found) == len(grid) + 8 and sum(row.policy.confidence is not None for row in found) == 8
-        assert (found[0].tokens_per_second or 0) >= (grid[0].tokens_per_second or 0)
+        speeds = [row.tokens_per_second or 0 for row in grid]
+        assert speeds == sorted(speeds, reverse=True) and len(grid) > 8
         for policy, message in (
             (Policy(("suffix",), 2, confidence=0.5), "no threshold"),
             (Policy(("it",), 2, confidence=1.5), "0 to 1"),

@@ -18,9 +18,9 @@ import transformers
 from transformers import testing_utils
 
 from paceline import HuggingFaceGenerationAdapter
-from tests.huggingface.list_of_tests import left_out, run_here, tables, whole_classes
 from tests.huggingface.of_checkout import MIXIN, modules_of, names_in, of_mixin, version_of
 from tests.huggingface.tiny_models import TinyDecoder, TinyGenerator, stand_ins
+from tests.huggingface.transformers_tests import left_out, run_here, whole_classes
 
 CHECKOUT = "TRANSFORMERS_TESTS"
 HOW = (
@@ -89,8 +89,7 @@ def test_no_test_of_transformers_is_listed_twice() -> None:
     assert set(run_here()).isdisjoint(left_out())
 
 
-def test_the_readme_has_the_list_of_tests() -> None:
+def test_the_readme_counts_the_tests() -> None:
     page = (Path(__file__).parent / "README.md").read_text()
-    assert tables() in page
     total = len(run_here()) + len(left_out()) + sum(whole_classes().values())
     assert f"{len(run_here())} of {total} tests" in page

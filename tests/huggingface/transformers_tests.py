@@ -5,6 +5,8 @@ Names are without ``test_``, by class. Contains no tests.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 RUN: dict[str, str] = {
     "GenerationTesterMixin": """
         assisted_decoding_matches_greedy_search_0_random assisted_decoding_matches_greedy_search_1_same
@@ -174,3 +176,23 @@ LEFT_OUT: dict[str, dict[str, str | int]] = {
     },
 }
 """By reason; a number: a whole class with so many tests."""
+
+
+def run_here() -> list[str]:
+    """``Class.test_name`` of each."""
+    return list(_names(RUN))
+
+
+def left_out() -> set[str]:
+    """``Class.test_name`` of each, without those of whole classes."""
+    return {name for tests in LEFT_OUT.values() for name in _names(tests)}
+
+
+def whole_classes() -> dict[str, int]:
+    """Classes of which nothing runs, with the number of their tests."""
+    return {kind: words for tests in LEFT_OUT.values() for kind, words in tests.items() if isinstance(words, int)}
+
+
+def _names(tests: Mapping[str, str | int]) -> Iterator[str]:
+    for kind, words in tests.items():
+        yield from (f"{kind}.test_{word}" for word in (words.split() if isinstance(words, str) else ()))

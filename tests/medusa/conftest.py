@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from paceline.heads.features import TrainingData
 from paceline.heads.frozen_model import FrozenTarget
 from paceline.medusa import train
 from paceline.medusa.config import MedusaConfig, MedusaTexts, MedusaTraining
@@ -22,7 +23,7 @@ def heads_folder(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -
     target = FrozenTarget(workshop.checkpoint("target"))
     stream = np.random.default_rng(1).integers(0, VOCABULARY, 9000).astype(np.int32)
     plan = MedusaTexts(tokens=0, self_distill_tokens=128 * 40, length=40, prompt=4, eval_samples=4)
-    states = train.gather(target, stream, plan, work=work, report=lambda *_: None)
+    states = train.gather(target, TrainingData(stream), plan, work=work, report=lambda *_: None)
     config = MedusaConfig(3, 1, 32, VOCABULARY, tied=True)
     torch.manual_seed(0)
     options = MedusaTraining(epochs=6, batch_size=8, learning_rate=5e-3)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from paceline.core.errors import CheckpointError, ConfigurationError
 from paceline.decoder.models.config import ModelConfig
-from paceline.heads.features import cut, read_features
+from paceline.heads.features import TrainingData, cut, read_features
 from paceline.heads.frozen_model import FrozenTarget, Texts
 from paceline.medusa import checkpoint, search, train
 from paceline.medusa.config import MedusaConfig, MedusaTexts, MedusaTraining
@@ -46,7 +46,7 @@ def stream(seed: int = 0) -> np.ndarray:
 @pytest.fixture(scope="module")
 def states(target: FrozenTarget, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Kept states of the target."""
-    return train.gather(target, stream(), PLAN, work=tmp_path_factory.mktemp("work"), report=quiet)
+    return train.gather(target, TrainingData(stream()), PLAN, work=tmp_path_factory.mktemp("work"), report=quiet)
 
 
 def trained(
@@ -75,9 +75,9 @@ def test_gathering_again_computes_nothing(target: FrozenTarget, states: Path, mo
     def refuse(*_all: object, **_named: object) -> Tensor:
         raise AssertionError("the target was run")
 
-    monkeypatch.setattr(target, "states", refuse)
+    monkeypatch.setattr(target, "read", refuse)
     monkeypatch.setattr(target, "continued", refuse)
-    assert train.gather(target, stream(), PLAN, work=states.parent, report=quiet) == states
+    assert train.gather(target, TrainingData(stream()), PLAN, work=states.parent, report=quiet) == states
 
 
 @pytest.mark.parametrize("loss_target", ["target", "text"])
@@ -175,8 +175,11 @@ def test_a_diverging_run_gives_no_result(target: FrozenTarget, states: Path, tmp
 
 
 def test_resuming_with_other_data_is_rejected(target: FrozenTarget, states: Path, tmp_path: Path) -> None:
-    other = train.gather(target, stream(1), PLAN, work=states.parent, report=quiet)
-    assert other != states and train.gather(target, stream(), PLAN, work=states.parent, report=quiet) == states
+    other = train.gather(target, TrainingData(stream(1)), PLAN, work=states.parent, report=quiet)
+    assert (
+        other != states
+        and train.gather(target, TrainingData(stream()), PLAN, work=states.parent, report=quiet) == states
+    )
     texts = [read_features(folder / "train")[0].tokens for folder in (states, other)]
     assert not torch.equal(*texts)
     options = MedusaTraining(epochs=0.1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tests.decoder.families import FAMILIES, POSITIONS, WINDOW, network
 from tests.decoder.steps import STEPS, draft, inputs, traceable, verify
 from tests.decoder.test_families import TEXT, loaded, wanted
 from tests.decoder.tiny import VOCABULARY, Workshop, fresh
+from tests.docs.pages import ROOT
 
 CASES = (
     "draft, PARD",
@@ -31,6 +33,8 @@ CASES = (
     "fused DSpark",
     "prefill",
     "keep",
+    "reorder",
+    "move",
     "verify, reject, drawn",
     "verify, dynamic tree",
     "draft",
@@ -65,6 +69,20 @@ def test_all_ranks_have_the_same_graph(workshop: Workshop) -> None:
     assert graphs[0] == graphs[1]
     # For the embedding a sum, for the logits a gather; for each of two layers two sums, and a gather of K/V heads.
     assert [graphs[0].count(f"{name}.default(") for name in ("all_reduce", "all_gather_into_tensor")] == [5, 3]
+
+
+def test_every_class_of_steps_is_among_those_that_are_lowered(body: ModelWithCache) -> None:
+    """All compilers' tests go over `STEPS`."""
+    found = {
+        kind.__name__ for make in STEPS.values() for part in make(body, 128).modules() for kind in type(part).__mro__
+    }
+    files = [
+        file for folder in ("decoder", "draft", "eagle", "medusa", "target") for file in (ROOT / folder).rglob("*.py")
+    ]
+    named = {
+        name for file in files for name in re.findall(r"^class (\w+Step)\(nn.Module", file.read_text(), re.MULTILINE)
+    }
+    assert len(named) > 10 and not named - found
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -117,7 +135,7 @@ def test_every_row_number_is_in_range_at_the_ends_of_a_cache(made: Made, row: in
     state = copies(step, lowered)
     seen = Indices(lowered.graph)
     seen.run(*(state[n] for n in lowered.state), *inputs(name, 7, row=row))
-    assert seen.checked >= 7
+    assert seen.checked >= (4 if name == "reorder" else 7)
 
 
 @pytest.mark.parametrize(("name", "rows"), [("prefill", [0, 64 - 16]), ("window, tree", [0, 64 - 3, 63, 64, 127, 140])])

@@ -142,6 +142,10 @@ def test_heads_that_do_not_fit_are_rejected(workshop: Workshop, heads: dict[str,
         ({"draft": ["ngram", heads["eagle"]]}, "cannot be in a list"),
         ({"draft": heads["eagle"] + ":draft_tree=tree:-1,-1,0", "k": 4}, "expected a draft depth of 2"),
         ({"draft": {"path": str(workshop.checkpoint("draft")), "draft_tree": ""}}, "got ''; correct it"),
+        (
+            {"draft": f"{workshop.checkpoint('draft')}:draft_tree=tree:-1,-1,0", "k": (0, 2)},
+            "expected one number, since .*draft_tree=tree:-1,-1,0 drafts a tree",
+        ),
         ({"draft": heads["medusa"], "k": 9}, "got 9; use 1 to 3"),
         ({"draft": heads["medusa"] + ":amp=f32"}, "'amp' is not an option"),
         (

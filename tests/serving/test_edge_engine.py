@@ -52,7 +52,7 @@ def generator(positions: int = 512) -> SpeculativeGenerator:
 
 def server(engine: SharedEngine | None = None) -> ModelServer:
     engine = engine or SharedEngine(generator())
-    return ModelServer(TOKENIZER, engine, engine._generator.limits, card=card())
+    return ModelServer(TOKENIZER, engine, engine.generator.limits, card=card())
 
 
 def application(engine: SharedEngine | None = None, **settings: Any) -> FastAPI:
@@ -275,7 +275,7 @@ def test_a_model_whose_template_has_no_tools_calls_by_a_grammar() -> None:
     """Text stays free; a list of calls is one that the functions admit, whole or streamed, and the answer says so."""
     tokenizer = letters("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]")
     engine = SharedEngine(generator(2048))
-    made = ModelServer(tokenizer, engine, engine._generator.limits, card=card())
+    made = ModelServer(tokenizer, engine, engine.generator.limits, card=card())
     tools: Any = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("f", "g")]
     bracket = tokenizer.convert_tokens_to_ids("[")
     with client_of(create_app(LocalRouter({"m": made}), ApiSettings())) as client:

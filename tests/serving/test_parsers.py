@@ -19,6 +19,7 @@ from paceline.serving.parsers import (
     Parser,
     PythonicParser,
     ReasoningParser,
+    ReasoningRow,
 )
 from paceline.serving.tool_formats import TOOL_FORMATS, tool_format
 
@@ -35,8 +36,9 @@ SCHEMAS = {
 }  # fmt: skip
 
 
-def qwen3_coder() -> Parser:
-    return next(row for row in TOOL_FORMATS if row.name == "qwen3_coder").make(SCHEMAS)
+def of(name: str) -> Callable[[], Parser]:
+    """Make the parser of a format."""
+    return lambda: next(row for row in TOOL_FORMATS if row.name == name).make(SCHEMAS)
 
 
 def tagged(name: str, **values: str) -> str:
@@ -75,15 +77,16 @@ CASES: list[tuple[str, Callable[[], Parser], str, str, Calls]] = [
     ("mistral, no call", MistralParser, "[TOOL_CALLS]no call {x}", "[TOOL_CALLS]no call {x}", []),
     ("mistral, cut", MistralParser, "[TOOL_CALLS]f[AR", "[TOOL_CALLS]f[AR", []),
     ("mistral, other JSON", MistralParser, '[TOOL_CALLS][{"x": 1}]', '{"x": 1}', []),
-    ("qwen3_coder", qwen3_coder, "a " + tagged("f", text="1", n="2", on="True", list="[3, {}]", maybe="null"), "a ",
+    ("qwen3_coder", of("qwen3_coder"),
+     "a " + tagged("f", text="1", n="2", on="True", list="[3, {}]", maybe="null"), "a ",
      [("f", {"text": "1", "n": 2, "on": True, "list": [3, {}], "maybe": None})]),
-    ("qwen3_coder, two", qwen3_coder, tagged("f", text='a "b"\n\n c') + "\n" + tagged("g", x="7"), "",
+    ("qwen3_coder, two", of("qwen3_coder"), tagged("f", text='a "b"\n\n c') + "\n" + tagged("g", x="7"), "",
      [("f", {"text": 'a "b"\n\n c'}), ("g", {"x": "7"})]),
-    ("qwen3_coder, no outer tags", qwen3_coder, "<function=f><parameter=n>5</parameter></function> b", " b",
+    ("qwen3_coder, no outer tags", of("qwen3_coder"), "<function=f><parameter=n>5</parameter></function> b", " b",
      [("f", {"n": 5})]),
-    ("qwen3_coder, no number", qwen3_coder, tagged("f", n="NaN", maybe="four"), "",
+    ("qwen3_coder, no number", of("qwen3_coder"), tagged("f", n="NaN", maybe="four"), "",
      [("f", {"n": "NaN", "maybe": "four"})]),
-    ("qwen3_coder, text", qwen3_coder, "a < b <tool_call> c <fun", "a < b <tool_call> c <fun", []),
+    ("qwen3_coder, text", of("qwen3_coder"), "a < b <tool_call> c <fun", "a < b <tool_call> c <fun", []),
     ("named", lambda: NamedCallParser("f"), '{"x": 1}', "", [("f", {"x": 1})]),
 ]  # fmt: skip
 
@@ -100,19 +103,24 @@ def cuts(text: str) -> list[list[str]]:
     return [[text], list(text), *([text[:i], text[i:]] for i in range(1, len(text)))]
 
 
+def check(make: Callable[[], Parser], text: str, content: str, calls: Calls, reasoning: str = "") -> None:
+    """A parser finds these, wherever the text is cut."""
+    for pieces in cuts(text):
+        found = read(make(), pieces)
+        assert [(call.name, json.loads(call.text)) for call in found.tool_calls] == calls, pieces
+        assert (found.content, found.reasoning) == (content, reasoning), pieces
+
+
 @pytest.mark.parametrize(("make", "text", "content", "calls"), [case[1:] for case in CASES], ids=[c[0] for c in CASES])
 def test_tool_calls_of_every_format_parse_in_any_chunks(
     make: Callable[[], Parser], text: str, content: str, calls: Calls
 ) -> None:
-    for pieces in cuts(text):
-        found = read(make(), pieces)
-        assert [(call.name, json.loads(call.text)) for call in found.tool_calls] == calls, pieces
-        assert found.content == content, pieces
+    check(make, text, content, calls)
 
 
 @pytest.mark.parametrize("row", REASONING, ids=[row.name for row in REASONING])
-def test_reasoning_parses_in_any_chunks(row: object) -> None:
-    start, end = row.start, row.end  # type: ignore[attr-defined]
+def test_reasoning_parses_in_any_chunks(row: ReasoningRow) -> None:
+    start, end = row.start, row.end
     for text, started, thought, answer in (
         (f"{start}a < b{end}\n\nc", False, "a < b", "c"),
         (f"a{end}c", True, "a", "c"),
@@ -120,9 +128,7 @@ def test_reasoning_parses_in_any_chunks(row: object) -> None:
         (f"x{start}a{end}", False, "", f"x{start}a{end}"),
         (start[:-1], False, "", start[:-1]),
     ):
-        for pieces in cuts(text):
-            found = read(ReasoningParser(row, Parser(), started=started), pieces)  # type: ignore[arg-type]
-            assert (found.reasoning, found.content) == (thought, answer), pieces
+        check(lambda started=started: ReasoningParser(row, Parser(), started=started), text, answer, [], thought)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from paceline.serving.openai.requests import ChatRequest
 from paceline.serving.parsers import ListOrTextParser
 from paceline.serving.tool_formats import TOOL_FORMATS
 from tests.serving.edge import chat_tokenizer
-from tests.serving.test_parsers import SCHEMAS, Calls, cuts, read
+from tests.serving.test_parsers import Calls, check, of, read
 
 SOURCES = os.environ.get("LLAMA_CPP_SOURCES", "")
 TEMPLATES = sorted(Path(SOURCES, "models", "templates").glob("*.jinja")) if SOURCES else []
@@ -125,75 +125,44 @@ FORMS: list[tuple[str, str, str, Calls]] = [
 
 @pytest.mark.parametrize(("name", "text", "left", "calls"), FORMS)
 def test_tool_calls_parse_in_any_chunks(name: str, text: str, left: str, calls: Calls) -> None:
-    row = next(row for row in TOOL_FORMATS if row.name == name)
-    for pieces in cuts(f"a {text}"):
-        found = read(row.make(SCHEMAS), pieces)
-        assert [(call.name, json.loads(call.text)) for call in found.tool_calls] == calls, pieces
-        assert found.content == f"a {left}", pieces
+    check(of(name), f"a {text}", f"a {left}", calls)
 
 
 _THOUGHT = "<|channel|>analysis<|message|>b<|end|><|start|>assistant"
 
 
 @pytest.mark.parametrize(
-    ("text", "said", "thought", "calls"),
+    ("name", "text", "said", "thought", "calls"),
     [
-        (f"{_THOUGHT}<|channel|>final<|message|>a <b><|return|>", "a <b>", "b", []),
-        (f"{_THOUGHT} to=functions.f<|channel|>commentary json<|message|>{JSON}<|call|>", "", "b", [F]),
+        ("openai", f"{_THOUGHT}<|channel|>final<|message|>a <b><|return|>", "a <b>", "b", []),
+        ("openai", f"{_THOUGHT} to=functions.f<|channel|>commentary json<|message|>{JSON}<|call|>", "", "b", [F]),
         (
+            "openai",
             "<|channel|>commentary<|message|>a<|end|><|start|>assistant<|channel|>commentary to=functions.f "
             f"<|constrain|>json<|message|>{JSON}<|call|><|start|>assistant to=functions.f<|channel|>commentary json"
             "<|message|>{}<|call|>",
             "a", "", [F, G],
         ),
-        ('{"a": "b"}', '{"a": "b"}', "", []),
-        ("<|channel|>final<|message|>a <|", "a <|", "", []),
-        ("<|channel|>fin", "", "", []),
+        ("openai", '{"a": "b"}', '{"a": "b"}', "", []),
+        ("openai", "<|channel|>final<|message|>a <|", "a <|", "", []),
+        ("openai", "<|channel|>fin", "", "", []),
+        ("functionary_v3", "all\na <b>", "a <b>", "", []),
+        ("functionary_v3", f"all\na>>>f\n{JSON}>>>f\n{{}}", "a", "", [F, G]),
+        ("functionary_v3", f"f\n{JSON}", "", "", [F]),
+        ("functionary_v3", '{"a": "b"}', '{"a": "b"}', "", []),
+        ("functionary_v3", "Yes", "Yes", "", []),
+        ("functionary_v3", "\n a", "\n a", "", []),
+        ("generic", '[{"name": "f", "parameters": {"text": "<b>", "n": 2}}, {"name": "f", "parameters": {}}]', "", "",
+         [F, G]),
+        ("generic", " So [it] is.", " So [it] is.", "", []),
+        ("generic", " ", " ", "", []),
     ],
 )  # fmt: skip
-def test_channels_cut_anywhere(text: str, said: str, thought: str, calls: Calls) -> None:
-    """Messages of gpt-oss; an answer that a grammar forces has none."""
-    row = next(row for row in TOOL_FORMATS if row.name == "openai")
-    for pieces in cuts(text):
-        found = read(row.make(SCHEMAS), pieces)
-        assert (found.content, found.reasoning) == (said, thought), pieces
-        assert [(call.name, json.loads(call.text)) for call in found.tool_calls] == calls, pieces
-
-
-@pytest.mark.parametrize(
-    ("text", "said", "calls"),
-    [
-        ("all\na <b>", "a <b>", []),
-        (f"all\na>>>f\n{JSON}>>>f\n{{}}", "a", [F, G]),
-        (f"f\n{JSON}", "", [F]),
-        ('{"a": "b"}', '{"a": "b"}', []),
-        ("Yes", "Yes", []),
-        ("\n a", "\n a", []),
-    ],
-)
-def test_recipients_cut_anywhere(text: str, said: str, calls: Calls) -> None:
-    """Messages of Functionary 3.2; an answer that a grammar forces names no recipient."""
-    row = next(row for row in TOOL_FORMATS if row.name == "functionary_v3")
-    for pieces in cuts(text):
-        found = read(row.make(SCHEMAS), pieces)
-        assert found.content == said, pieces
-        assert [(call.name, json.loads(call.text)) for call in found.tool_calls] == calls, pieces
-
-
-@pytest.mark.parametrize(
-    ("text", "said", "calls"),
-    [
-        ('[{"name": "f", "parameters": {"text": "<b>", "n": 2}}, {"name": "f", "parameters": {}}]', "", [F, G]),
-        (" So [it] is.", " So [it] is.", []),
-        (" ", " ", []),
-    ],
-)
-def test_a_list_of_calls_or_text_cut_anywhere(text: str, said: str, calls: Calls) -> None:
-    """The generic form, for templates without tools."""
-    for pieces in cuts(text):
-        found = read(ListOrTextParser(), pieces)
-        assert found.content == said, pieces
-        assert [(call.name, json.loads(call.text)) for call in found.tool_calls] == calls, pieces
+def test_whole_answers_parse_in_any_chunks(name: str, text: str, said: str, thought: str, calls: Calls) -> None:
+    """Messages of gpt-oss and Functionary 3.2, and the form for templates without tools. An answer that a grammar
+    forces names no channel and no recipient.
+    """
+    check(ListOrTextParser if name == "generic" else of(name), text, said, calls, thought)
 
 
 ALTERNATING = (

@@ -10,7 +10,6 @@ from paceline.engine.request import Request, SamplingParams
 from paceline.outputs import RequestOutput
 from paceline.workers.calls import Call, CallUpdate
 from paceline.workers.shared_engine import AsyncEngine, SharedEngine
-from paceline.workers.target import TargetHost
 
 
 def outputs_of(engine: SharedEngine, ticket: str, requests: Sequence[Request]) -> Generator[RequestOutput, None, None]:
@@ -30,10 +29,10 @@ def outputs_of(engine: SharedEngine, ticket: str, requests: Sequence[Request]) -
 
 
 def asked(
-    host: TargetHost, ticket: str, prompts: Sequence[Sequence[int]], params: SamplingParams
+    engine: SharedEngine, ticket: str, prompts: Sequence[Sequence[int]], params: SamplingParams
 ) -> Generator[RequestOutput, None, None]:
-    """The same of a hosted target."""
-    return outputs_of(host.engine, ticket, Request.batch(prompts, params, host.limits))
+    """The same of prompts."""
+    return outputs_of(engine, ticket, Request.batch(prompts, params, engine.generator.limits))
 
 
 async def updates_of(engine: AsyncEngine, call: Call) -> AsyncGenerator[CallUpdate, None]:

@@ -199,7 +199,7 @@ def test_a_hosted_target_serves_threads_at_once(workshop: Workshop, drafts: bool
         drafters = make_drafters({**shape, "folder": str(workshop.checkpoint("draft"))})
         inner = drafters.acquire(Handshake(0, "t", 2, VOCABULARY))
     host = make_target({**shape, "folder": str(workshop.checkpoint())}, inner)
-    made = dict(host._target._steps)
+    made = dict(host.generator.target._steps)
     plain = SpeculativeGenerator(None, fresh(workshop.checkpoint(), batch_size=2), k=0, verify_width=5)
     asks = [{"max_new_tokens": 25 + i, "do_sample": True, "temperature": 1.2, "seed": [i]} for i in range(4)]
     expected = [
@@ -213,7 +213,7 @@ def test_a_hosted_target_serves_threads_at_once(workshop: Workshop, drafts: bool
 
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(said, range(4))) == expected
-    assert host.engine.heartbeat > 0 and host.statistics()["new_tokens"]
-    assert host._target._steps == made, "a request had to wait for a graph"
+    assert host.heartbeat > 0 and host.generator.statistics.new_tokens
+    assert host.generator.target._steps == made, "a request had to wait for a graph"
     with pytest.raises(PromptError, match="vocabulary"):
         next(outputs_by(host, "y", [[10**6]], SamplingParams()))

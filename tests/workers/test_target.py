@@ -57,7 +57,7 @@ def test_a_draft_in_the_targets_process_changes_no_token(workshop: Workshop, tmp
     save_heads(target, tmp_path)
     draft = drafts(workshop.checkpoint("draft"), tmp_path)[row]
     host = make_target(settings(target, draft=draft, n_positions=96), None)
-    width = host._generator.drafter.draft_shape.num_draft_tokens + 1
+    width = host.generator.drafter.draft_shape.num_draft_tokens + 1
     plain = SpeculativeGenerator(None, fresh(target, batch_size=2), k=0, verify_width=width)
     expected = plain.sample([list(p) for p in PROMPTS], return_dict=True, **SAMPLED).sequences
     texts = {0: list(PROMPTS[0]), 1: list(PROMPTS[1])}
@@ -78,7 +78,7 @@ def test_the_target_is_loaded_in_a_thread_that_has_ended(workshop: Workshop, mon
 @pytest.mark.parametrize("fused", [None, False])
 def test_an_in_process_draft_is_fused_unless_configured_otherwise(workshop: Workshop, fused: bool | None) -> None:
     host = make_target(settings(workshop.checkpoint(), draft=str(workshop.checkpoint("draft")), fused=fused), None)
-    rounds = host._generator.engine.rounds
+    rounds = host.generator.engine.rounds
     assert isinstance(rounds, Rounds) and [plan.fused is not None for plan in rounds.plans.values()] == [fused is None]
 
 

@@ -26,7 +26,6 @@ DEPTH = 5
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", type=Path, required=True)
     parser.add_argument("--head", type=Path, required=True, help="folder of the head; acceptance.json is written there")

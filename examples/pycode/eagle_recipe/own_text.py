@@ -20,7 +20,6 @@ PROMPT, LENGTH, SLOTS = 64, 256, 32
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", type=Path, required=True)
     parser.add_argument("--data", type=Path, required=True, help="file of token ids")

@@ -207,7 +207,6 @@ def write_stream(path: Path, tokenizer: PreTrainedTokenizerBase, documents: list
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="folder for everything that is made")
     parser.add_argument("--tokenizer", type=Path, required=True, help="folder with the tokenizer to use")

@@ -17,9 +17,9 @@ import torch
 from transformers import LlamaForCausalLM
 
 from paceline.decoder.token_files import read_tokens
-from recipe.modelling import CONTEXT, END_ID, PAD_ID, Chunks, load_model, save_model
+from recipe.modelling import CONTEXT, END_ID, PAD_ID, Chunks, held_out_batches, load_model, save_model
 from recipe.optim import cosine
-from recipe.parallel import Shared, start_workers
+from recipe.parallel import Shared, run_workers
 from recipe.training import Pair, Progress, common_arguments, wait_while
 
 PROMPT = 64  # tokens of corpus text that the target goes on from
@@ -89,8 +89,7 @@ def work(rank: int, pair: Pair, shared: Shared, progress: Progress, args: argpar
     """Run one worker; the first one also reports and saves."""
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed + rank)
-    fixed = Chunks(args.work / "held_out.bin", 0)
-    held_out = [fixed.batch(2048, 512) for _ in range(args.eval_batches)]
+    held_out = held_out_batches(args)
     mixture = Mixture(args, rank, pair.target.model)
     log, mean, reported, checked = args.work / "log_distil.jsonl", {}, 0, 0
     while progress.value < 1.0:
@@ -116,25 +115,19 @@ def work(rank: int, pair: Pair, shared: Shared, progress: Progress, args: argpar
 
 
 def distil(args: argparse.Namespace) -> None:
-    """The whole run."""
     torch.manual_seed(args.seed)
     torch.set_num_threads(args.threads)
     target = load_model(args.target or args.work / "target")
     pair = Pair(args, target, load_model(args.work / args.start))
     target.eval().requires_grad_(False)
     shared, progress = Shared(pair.target, pair.draft, args.workers), Progress(args.steps, args.minutes)
-    helpers = start_workers(work, args.workers, pair, shared, progress, args)
-    work(0, pair, shared, progress, args)
-    for helper in helpers:
-        helper.join()
-    fixed = Chunks(args.work / "held_out.bin", 0)
-    held_out = [fixed.batch(2048, 512) for _ in range(args.eval_batches)]
+    run_workers(work, args.workers, pair, shared, progress, args)
+    held_out = held_out_batches(args)
     progress.report(args.work / "log_distil.jsonl", **pair.check(held_out))
     save_model(pair.draft.model, args.work / "draft")
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     common_arguments(parser)
     parser.add_argument("--target", type=Path, help="its folder, by default WORK/target")

@@ -211,7 +211,6 @@ class Evaluation:
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="folder with the corpus")
     parser.add_argument("--target", type=Path, required=True)

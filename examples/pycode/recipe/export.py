@@ -34,7 +34,6 @@ def export_model(source: Path, tokenizer: Path, out: Path) -> None:
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="folder with the trained models")
     parser.add_argument("--tokenizer", type=Path, required=True, help="folder with the tokenizer used")

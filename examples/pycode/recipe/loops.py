@@ -16,9 +16,9 @@ import torch
 from transformers import LlamaForCausalLM
 
 from recipe.distil import PROMPT
-from recipe.modelling import CONTEXT, END_ID, PAD_ID, Chunks, load_model, save_model
+from recipe.modelling import CONTEXT, END_ID, PAD_ID, Chunks, held_out_batches, load_model, save_model
 from recipe.optim import cosine
-from recipe.parallel import Shared, start_workers
+from recipe.parallel import Shared, run_workers
 from recipe.training import Pair, Progress, common_arguments, wait_while
 
 LONGEST, SHORTEST = 96, 12  # tokens: the longest round, and how much must have come again before it is a loop
@@ -101,8 +101,7 @@ def work(rank: int, pair: Pair, shared: Shared, progress: Progress, args: argpar
     """Run one worker; the first one also reports and saves."""
     torch.set_num_threads(args.threads)
     own, chunks = OwnText(args, rank), Chunks(args.work / "train.bin", args.seed + 7 + rank, args.repeats)
-    fixed = Chunks(args.work / "held_out.bin", 0)
-    held_out = [fixed.batch(2048, 512) for _ in range(args.eval_batches)]
+    held_out = held_out_batches(args)
     mean: dict[str, float] = {}
     reported = 0
     while progress.value < 1.0:
@@ -117,21 +116,16 @@ def work(rank: int, pair: Pair, shared: Shared, progress: Progress, args: argpar
 
 
 def train(args: argparse.Namespace) -> None:
-    """The whole run."""
     torch.manual_seed(args.seed)
     torch.set_num_threads(args.threads)
     pair, progress = Pair(args, load_model(args.target), load_model(args.draft)), Progress(args.steps, args.minutes)
     pair.draft.model.requires_grad_(False)
     shared = Shared(pair.target, pair.draft, args.workers)
-    helpers = start_workers(work, args.workers, pair, shared, progress, args)
-    work(0, pair, shared, progress, args)
-    for helper in helpers:
-        helper.join()
+    run_workers(work, args.workers, pair, shared, progress, args)
     save_model(pair.target.model, args.work / "target_loops")
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     common_arguments(parser)
     parser.add_argument("--target", type=Path, required=True, help="its folder; the result goes to WORK/target_loops")

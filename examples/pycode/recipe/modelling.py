@@ -1,5 +1,6 @@
 """The two models: building, warm starts (also of a narrower draft from a wider one), attention, data."""
 
+import argparse
 import json
 import math
 from pathlib import Path
@@ -160,6 +161,12 @@ class Chunks:
             rows = [repeated(row, self.rng) if self.rng.random() < self.repeats else row for row in rows]
         stacked = torch.from_numpy(np.stack(rows).astype(np.int64))
         return stacked[:, :-1].contiguous(), stacked[:, 1:].contiguous()
+
+
+def held_out_batches(args: argparse.Namespace) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Fixed batches of text that nothing is trained on."""
+    fixed = Chunks(args.work / "held_out.bin", 0)
+    return [fixed.batch(2048, 512) for _ in range(args.eval_batches)]
 
 
 def repeated(row: np.ndarray, rng: np.random.Generator) -> np.ndarray:

@@ -6,7 +6,6 @@ worker whose core is wanted by other programs slows only itself down. Gradients 
 """
 
 from collections.abc import Callable
-from multiprocessing.context import ForkProcess
 
 import torch
 import torch.multiprocessing as mp
@@ -91,10 +90,12 @@ class Shared:
             self.counts[2] = 0
 
 
-def start_workers(work: Callable[..., None], workers: int, *args: object) -> list[ForkProcess]:
-    """Start all workers but the first, whose work the caller does itself."""
+def run_workers(work: Callable[..., None], workers: int, *args: object) -> None:
+    """Run all workers to their end: the first one in this process."""
     context = mp.get_context("fork")
     helpers = [context.Process(target=work, args=(r, *args), daemon=True) for r in range(1, workers)]
     for helper in helpers:
         helper.start()
-    return helpers
+    work(0, *args)
+    for helper in helpers:
+        helper.join()

@@ -20,9 +20,19 @@ import torch._inductor.config
 import torch.nn.functional as F
 from transformers import LlamaForCausalLM
 
-from recipe.modelling import CONTEXT, Chunks, append_json, load_model, narrow, new_model, parse_shape, save_model
+from recipe.modelling import (
+    CONTEXT,
+    Chunks,
+    append_json,
+    held_out_batches,
+    load_model,
+    narrow,
+    new_model,
+    parse_shape,
+    save_model,
+)
 from recipe.optim import Trainee, cosine
-from recipe.parallel import Shared, start_workers
+from recipe.parallel import Shared, run_workers
 
 Losses = tuple[torch.Tensor, ...]
 
@@ -174,8 +184,7 @@ def work(rank: int, pair: Pair, shared: Shared, progress: Progress, args: argpar
     """Run one worker; the first one also reports and saves."""
     torch.set_num_threads(args.threads)
     chunks = Chunks(args.work / "train.bin", args.seed + 1000 * rank + shared.steps, args.repeats)
-    fixed = Chunks(args.work / "held_out.bin", 0)
-    held_out = [fixed.batch(2048, 512) for _ in range(args.eval_batches)]
+    held_out = held_out_batches(args)
     mean: dict[str, float] = {}
     reported = checked = progress.step
     last_save = time.time()
@@ -198,11 +207,9 @@ def work(rank: int, pair: Pair, shared: Shared, progress: Progress, args: argpar
 
 
 def train(args: argparse.Namespace) -> None:
-    """The whole run."""
     torch.manual_seed(args.seed)
     torch.set_num_threads(args.threads)
-    fixed = Chunks(args.work / "held_out.bin", 0)
-    held_out = [fixed.batch(2048, 512) for _ in range(args.eval_batches)]
+    held_out = held_out_batches(args)
     pair, progress = Pair(args, build(args.target), build_draft(args)), Progress(args.steps, args.minutes)
     for name, trainee in ("target", pair.target), ("draft", pair.draft):
         print(name, sum(p.numel() for p in trainee.model.parameters()), "parameters", flush=True)
@@ -213,10 +220,7 @@ def train(args: argparse.Namespace) -> None:
         progress.restore(saved["progress"])
     shared = Shared(pair.target, pair.draft, args.workers)
     shared.counts[1] = progress.tokens
-    helpers = start_workers(work, args.workers, pair, shared, progress, args)
-    work(0, pair, shared, progress, args)
-    for helper in helpers:
-        helper.join()
+    run_workers(work, args.workers, pair, shared, progress, args)
     progress.report(args.work / "log.jsonl", **pair.check(held_out))
     save_state(pair, shared, progress, args.work / "state.pt")
     save_model(pair.target.model, args.work / "target")
@@ -244,7 +248,6 @@ def common_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     common_arguments(parser)
     parser.add_argument("--target", default="384,8,8,4,1024", help="folder or shape")

@@ -17,7 +17,6 @@ from paceline.medusa import checkpoint, search
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--states", type=Path, required=True, help="folder of the states to measure on")
     parser.add_argument("--target", type=Path, required=True)

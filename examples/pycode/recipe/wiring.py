@@ -201,7 +201,6 @@ def carry(model: LlamaForCausalLM, plan: tuple[Aim, ...], chunks: Chunks, args: 
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="folder with the corpus")
     parser.add_argument("--model", type=Path, required=True)

@@ -1,8 +1,7 @@
 """Fields that the requests of all endpoints share, and the parser of request bodies.
 
-Fields have the meaning of OpenAI's API, or vLLM's if OpenAI lacks them. An unknown field is rejected with an error that
-names it; a null is a missing field. `SamplingParams` checks the ranges of sampling values for all interfaces. A field's
-description completes "must be ..." in an error's message.
+Fields have the meaning of OpenAI's API, or vLLM's if OpenAI lacks them. `SamplingParams` checks the ranges of sampling
+values for all interfaces. A field's description completes "must be ..." in an error's message.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _MEDIA = {"image": "images are", "audio": "audio is", "video": "videos are", "fi
 
 
 def refuse_media(part: Any) -> Any:
-    """Raise ValueError for a part of a content that is not text, in a sentence; otherwise return it."""
+    """Raise ValueError for a part of a content that is not text; otherwise return it."""
     kind = part.get("type") if isinstance(part, dict) else None
     if isinstance(kind, str) and (found := next((name for name in _MEDIA if name in kind), None)):
         raise ValueError(f"{_MEDIA[found]} not served; send text alone")
@@ -67,7 +66,6 @@ class StreamOptions(Strict):
 class SpeculativeOptions(Strict):
     """Drafting options of one request, within the server's setting.
 
-    enabled  false: plain decoding
     k        maximum drafted tokens per round
     drafter  name of the one drafter of the model's choice that proposes
     metrics  acceptance metrics in the response, replacing the server's setting
@@ -86,7 +84,6 @@ class SpeculativeOptions(Strict):
 
     @property
     def is_off(self) -> bool:
-        """Whether nothing is drafted."""
         return not self.enabled or self.k == 0
 
 
@@ -145,11 +142,10 @@ class OwnSamplingFields(Strict):
         return self
 
 
-_SAID_OTHERWISE = {"max_new_tokens", "logprobs"}  # max_tokens; logprobs and top_logprobs
-FURTHER = tuple(
-    one
-    for one in fields(SamplingParams)
-    if one.name in SamplingParams.asked_names() and one.name not in {*OwnSamplingFields.model_fields, *_SAID_OTHERWISE}
+SAME_SAMPLING = tuple(
+    name
+    for name in SamplingParams.asked_names()
+    if name not in {"max_new_tokens", "logprobs", "prompt_logprobs", "repetition_penalty"}
 )
 """Fields of `SamplingParams` with the same name and meaning in requests."""
 
@@ -160,7 +156,11 @@ else:
     SamplingFields = create_model(
         "SamplingFields",
         __base__=OwnSamplingFields,
-        **{one.name: (_types[one.name], Field(one.default, description=one.metadata["help"])) for one in FURTHER},
+        **{
+            one.name: (_types[one.name], Field(one.default, description=one.metadata["help"]))
+            for one in fields(SamplingParams)
+            if one.name in SAME_SAMPLING and one.name not in OwnSamplingFields.model_fields
+        },
     )
 
 
@@ -274,15 +274,12 @@ class GenerationFields(SamplingFields, StreamFields, StructureFields, IgnoredFie
 
     @property
     def structured(self) -> StructuredOutputs | None:
-        """Structure that the output must have, given by OpenAI's field or by vLLM's."""
         return self.response_format.structured or self.structured_outputs
 
 
 def read_body(model: type[ModelT], body: bytes) -> ModelT:
-    """Check the JSON of a request. All of it runs in C, so a MiB takes some 20 ms.
-
-    Raises:
-        RefusedError: with status 400, and the invalid field.
+    """Check the JSON of a request. All of it runs in C, so a MiB takes some 20 ms. Raises RefusedError (400) with the
+    invalid field.
     """
     try:
         return model.model_validate_json(body)
@@ -296,11 +293,7 @@ def read_body(model: type[ModelT], body: bytes) -> ModelT:
 
 
 def validated(model: type[ModelT], fields: dict[str, Any]) -> ModelT:
-    """Make a request of the fields of another one.
-
-    Raises:
-        RefusedError: with status 400, as `read_body`.
-    """
+    """Make a request of the fields of another one. Raises as `read_body`."""
     try:
         return model.model_validate(fields)
     except ValidationError as error:
@@ -308,7 +301,7 @@ def validated(model: type[ModelT], fields: dict[str, Any]) -> ModelT:
 
 
 def _refusal(error: ValidationError, model: type[BaseModel], body: object) -> RefusedError:
-    """Return the first error of a body, with the request's field and the place in that field."""
+    """The first error of a body, with the request's field and the place in that field."""
     errors = error.errors(include_url=False, include_context=True)
     first = errors[0]
     if first["type"] == "json_invalid":
@@ -347,6 +340,7 @@ _PLAIN = {
     "float_type": "a number",
     "bool_type": "true or false",
     "list_type": "a list",
+    "too_short": "a list with an entry",
     "dict_type": "an object",
     "model_type": "an object",
     "model_attributes_type": "an object",
@@ -371,7 +365,7 @@ def _place(location: tuple[int | str, ...], body: object) -> tuple[int | str, ..
 
 
 def _sentence(error: Any) -> str:
-    """Description of an allowed value, to follow "expected"."""
+    """An allowed value, to follow "expected"."""
     if error["type"] == "literal_error":
         return str(error["ctx"]["expected"])
     message = str(error["msg"]).removeprefix("Value error, ").removeprefix("Input should be ")
@@ -379,7 +373,6 @@ def _sentence(error: Any) -> str:
 
 
 def _at(place: tuple[int | str, ...], error: Any, sentence: str) -> str:
-    """One sentence about a place in a field."""
     path = str(place[0]) + "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in place[1:])
     if error["type"] == "missing":
         return f"{path}: expected a value, got nothing; add it"

@@ -1,14 +1,14 @@
 """POST /v1/completions, /v1/chat/completions, /v1/responses, /tokenize and /detokenize.
 
 A request to /v1/responses contains the whole conversation, since nothing is kept. It is converted to a `ChatRequest`;
-only the format of the response differs (`paceline.serving.writers`).
+only the format of the response differs.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from paceline.serving.errors import RefusedError
 from paceline.serving.openai.fields import (
@@ -27,28 +27,16 @@ from paceline.serving.openai.fields import (
 
 DEFAULT_TOKENS = 16  # OpenAI's default of max_tokens for completions; chat has none
 MAX_PROMPTS = 2048
-
-Prompt = str | list[int] | list[str] | list[list[int]]
-
-
-def _not_empty(value: Prompt) -> Prompt:
-    """Neither a list nor one of the lists in it is empty."""
-    parts = value if isinstance(value, list) else [value]
-    if not parts or any(part == [] for part in parts):
-        raise ValueError("expected at least one entry, got an empty list; add one")
-    return value
+_Ids = Annotated[list[TokenId], Field(min_length=1)]
 
 
 class CompletionRequest(GenerationFields):
-    """Request to continue prompts. Without a seed it gets one when it is parsed, so that its response can be
-    resumed.
-    """
+    """Request to continue prompts. Without a seed it gets one when it is parsed, so that it can be resumed."""
 
     prompt_field: ClassVar[str] = "prompt"
 
     prompt: Annotated[
-        str | list[TokenId] | Annotated[list[str] | list[list[TokenId]], Field(max_length=MAX_PROMPTS)],
-        AfterValidator(_not_empty),
+        str | _Ids | Annotated[list[str] | list[_Ids], Field(min_length=1, max_length=MAX_PROMPTS)],
         Field(description=f"a string, a list of ids, or a list of at most {MAX_PROMPTS} strings or lists of ids"),
     ]
     max_tokens: Annotated[int, Field(ge=0, description="at least 1, or 0 with echo")] = DEFAULT_TOKENS
@@ -79,7 +67,7 @@ class CompletionRequest(GenerationFields):
 
     @property
     def max_new_tokens(self) -> int | None:
-        """Maximum number of generated tokens: at least one, though a response with only the prompt does not show it."""
+        """At least one, though a response with only the prompt does not show it."""
         return max(1, self.max_tokens)
 
     @property
@@ -107,6 +95,17 @@ class TextPart(Strict):
     _no_media = model_validator(mode="before")(refuse_media)
 
 
+class TextContent(Strict):
+    """Something with a text, whole or in parts."""
+
+    content: str | list[TextPart]
+
+    @property
+    def text(self) -> str:
+        """The whole content."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class FunctionCall(Strict):
     """Function call of the model. ``arguments``: a JSON object, as a string."""
 
@@ -122,7 +121,7 @@ class ToolCall(Strict):
     function: FunctionCall
 
 
-class Message(Strict):
+class Message(TextContent):
     """One turn of a conversation. Clients send messages back as they received them, so empty extras are dropped."""
 
     role: Annotated[str, Field(min_length=1)]
@@ -147,13 +146,7 @@ class Message(Strict):
         return self
 
     @property
-    def text(self) -> str:
-        """The whole content."""
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-
-    @property
     def thoughts(self) -> str | None:
-        """The reasoning, by either name."""
         return self.reasoning or self.reasoning_content
 
 
@@ -186,16 +179,11 @@ class NamedTool(Strict):
     function: FunctionName
 
 
-class Prediction(Strict):
+class Prediction(TextContent):
     """Predicted output: the text that the answer resembles; it is the drafter of this request."""
 
     type: Literal["content"]
     content: str | list[TextPart]
-
-    @property
-    def text(self) -> str:
-        """The whole prediction."""
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
 class TemplateFields(Strict):
@@ -214,7 +202,6 @@ class TemplateFields(Strict):
 
     @property
     def opens_turn(self) -> bool:
-        """Whether the template begins the assistant's turn."""
         return self.add_generation_prompt and not self.continue_final_message
 
     @property
@@ -224,7 +211,6 @@ class TemplateFields(Strict):
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
-        """Further variables of the template."""
         return self.chat_template_kwargs
 
 
@@ -300,37 +286,30 @@ class ChatRequest(GenerationFields, TemplateFields):
 
     @property
     def max_new_tokens(self) -> int | None:
-        """Maximum number of output tokens; None: the model's positions."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def tokens_asked(self) -> int | None:
-        """Tokens that the request names; None: it names none."""
         return self.max_new_tokens
 
     @property
     def top_logprobs_wanted(self) -> int | None:
-        """Number of alternatives of each token that get a log-probability; None: no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def prompt_logprobs_wanted(self) -> int | None:
-        """None: prompts of chats are not repeated."""
         return None
 
     @property
     def tools_offered(self) -> list[Tool]:
-        """Those that the template shows to the model."""
         return [] if self.tool_choice == "none" else self.tools
 
     @property
     def tool_schemas(self) -> dict[str, dict[str, Any]]:
-        """The schema of the parameters of each function that may be called."""
         return {tool.function.name: tool.function.parameters for tool in self.tools_offered}
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
-        """Further variables of the template."""
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return effort | self.chat_template_kwargs
 
@@ -425,7 +404,6 @@ class InputItem(Strict):
 
     @property
     def text(self) -> str:
-        """The whole content."""
         if isinstance(self.content, str):
             return self.content
         return "".join(part.text for part in self.content or [])
@@ -529,10 +507,8 @@ class ResponsesRequest(SamplingFields, Streamed, StructureFields, IgnoredFields)
     max_tool_calls: Annotated[None, Field(description="null (OpenAI's own tools are not supported)")] = None
 
     def chat(self) -> ChatRequest:
-        """Return the request as a chat request.
-
-        Raises:
-            RefusedError: its items are not a conversation, or its fields contradict each other.
+        """Return the request as a chat request. Raises RefusedError if its items are not a conversation, or its fields
+        contradict each other.
         """
         first = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         items = [InputItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input

@@ -12,6 +12,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
 
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 _ASSETS = (
@@ -36,15 +37,10 @@ _HEADERS = {
 def add_page(app: FastAPI) -> None:
     """Add the routes of the page."""
     for name in ("page.html", *_ASSETS):
-        _add(app, "/" if name == "page.html" else f"/page/{name}", name)
-
-
-def _add(app: FastAPI, path: str, name: str) -> None:
-    content, kind = (files("paceline.serving.page") / name).read_bytes(), _TYPES[name.rpartition(".")[2]]
-
-    @app.get(path, include_in_schema=False)
-    async def file() -> Response:
-        return Response(content, media_type=kind, headers=_HEADERS)
+        content, kind = (files("paceline.serving.page") / name).read_bytes(), _TYPES[name.rpartition(".")[2]]
+        file = Response(content, media_type=kind, headers=_HEADERS)
+        path = "/" if name == "page.html" else f"/page/{name}"
+        app.router.routes.append(Route(path, file, methods=["GET"], include_in_schema=False))
 
 
 _DOCS_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
@@ -69,7 +65,7 @@ def add_docs(app: FastAPI) -> None:
 
 
 def _docs(described: Mapping[str, Any]) -> str:
-    """Return the page of an OpenAPI description: every route with its fields and responses, and every schema."""
+    """The page of an OpenAPI description: every route with its fields and responses, and every schema."""
     info, routes = described["info"], described["paths"]
     operations = [(path, method, one) for path, methods in routes.items() for method, one in methods.items()]
     links = "".join(f'<li><a href="#{_anchor(m, p)}">{_title(m, p)}</a></li>' for p, m, _ in operations)
@@ -122,7 +118,7 @@ def _default(schema: Mapping[str, Any], is_needed: bool) -> str:
 
 
 def _type(schema: Mapping[str, Any]) -> str:
-    """Return a schema in words, with links to the schemas that it names."""
+    """A schema in words, with links to the schemas that it names."""
     if "$ref" in schema:
         name = escape(schema["$ref"].rpartition("/")[2])
         return f'<a href="#{name}">{name}</a>'
