@@ -52,7 +52,6 @@ class TargetText:
         self.extend(tail)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append committed tokens."""
         for token in tokens:
             piece = self._detokenizer.push(token)
             self._unfinished.append(token)

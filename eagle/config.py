@@ -64,7 +64,7 @@ def parse_layers(value: object) -> tuple[int, ...] | None:
 
 def layers_of(config: Fields, target: ModelConfig, override: Sequence[int] | None = None) -> tuple[int, ...]:
     """Return the streams that another project's checkpoint reads of this target, or ``override``; log them with the
-    reason. CheckpointError: the ids are no list of layer numbers, or occur twice and differ.
+    reason. Raise CheckpointError unless the ids are layer numbers, the same where they occur twice.
     """
     ids, where = _written_ids(config), config.where
     if override is not None:

@@ -184,9 +184,7 @@ _HARMLESS_TENSORS = ("rotary_emb.inv_freq", "verifier_lm_head.weight", "verifier
 
 
 def layout_of(config: Fields, names: Iterable[str]) -> tuple[str, int]:
-    """Return the layout of a checkpoint, and the version of its head; CheckpointError: these are no tensors of an EAGLE
-    head.
-    """
+    """Return the layout of a checkpoint of an EAGLE head, and the version of the head; else raise CheckpointError."""
     bare_names = {name.removeprefix(_MODEL) for name in names}
     if "paceline_eagle" in config.values:
         version = config.integer("version")

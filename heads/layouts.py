@@ -126,9 +126,7 @@ def read_config(folder: Path) -> Fields:
 
 
 def layer_ids(fields: Fields, key: str, *, least: int = 0, required: bool = False) -> tuple[int, ...]:
-    """Return a list of layer numbers from ``least`` on; () if the key is absent and not required. CheckpointError: it
-    is no such list.
-    """
+    """Return a list of layer numbers from ``least`` on, else raise CheckpointError; () for a key that may be absent."""
     value = fields.values.get(key)
     if value is None and not required:
         return ()

@@ -123,7 +123,6 @@ TreeLike = Choices | str | Path | Iterable[Sequence[int]]
 
 
 def parse_choices(tree: object) -> Choices:
-    """Parse a user's tree: choices, or a file of them."""
     if isinstance(tree, Choices):
         return tree
     if isinstance(tree, str | Path):

@@ -293,7 +293,6 @@ def _made(
     block_size: int,
     from_anchor: bool,
 ) -> DFlashConfig:
-    """Put a configuration together; ``fields`` has the keys of the layers and of the head."""
     sizes = _sizes(fields)
     mask = fields.integer("mask_token_id", minimum=0)
     if mask >= sizes.vocab_size or draft_vocab_size > sizes.vocab_size:
@@ -378,7 +377,6 @@ def _outputs(fields: Fields, target: ModelConfig) -> tuple[int, ...]:
 
 
 def _variant(fields: Fields) -> dict[str, Any]:
-    """Return the sizes of the convolutions, the selector and the Markov head; empty without them."""
     found: dict[str, Any] = {}
     for name, key, needs in (
         ("conv_size", "conv_kernel_size", "conv_group_size"),

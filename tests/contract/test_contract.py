@@ -119,17 +119,17 @@ def test_a_registered_rule_matches_its_row(name: str) -> None:
 
 
 @pytest.mark.parametrize("row", [name for name, row in ROWS.items() if DRAFTERS[row.of].fused], indirect=True)
-def test_graphs_of_every_kind_draft_the_same(make: Make) -> None:
-    """Fused, separate and not compiled, with one request and with four; the tokens are those of plain decoding."""
+def test_fused_and_separate_graphs_draft_the_same(make: Make) -> None:
+    """With one request and with four; that the tokens are those of plain decoding is in the matrix too."""
     found = list[object]()
-    for fused, backend in ((True, "native"), (False, "native"), (False, "eager")):
-        generator, target = make(fused=fused, backend=backend)
+    for fused in (True, False):
+        generator, target = make(fused=fused, backend="native")
         for asked in SETTINGS.values():
             for prompts in (PROMPTS[:1], PROMPTS):
                 made, wanted = (run(one, prompts, {**asked, "max_new_tokens": 20}) for one in (generator, target))
                 assert texts(made) == texts(wanted)
                 found.append(made.statistics.num_accepted_tokens_per_pos)
-    assert found[:6] == found[6:12] == found[12:]
+    assert found[:6] == found[6:]
 
 
 @pytest.mark.parametrize(

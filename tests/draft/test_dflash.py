@@ -30,6 +30,7 @@ from paceline.draft.dflash.drafter import DFlashDrafter
 from paceline.draft_checks import recognise
 from tests.decoder.tiny import VOCABULARY, Workshop, fresh, network
 from tests.draft.block_heads import BLOCK, MASK, VARIANTS, accepted, drafter, fields, rounds, tensors, write
+from tests.sampled import run
 
 PROMPTS = [[5, 9, 5, 9, 5], [17], [(7 * i) % 80 for i in range(35)]]
 NEW = 24
@@ -114,6 +115,16 @@ def test_drafts_do_not_depend_on_how_many_tokens_were_committed_at_once(
             assert again[0][0] == drafts
             torch.testing.assert_close(again[0][1], logits, rtol=1e-4, atol=1e-4)
         start += accepted(text, start, drafts) + 1
+
+
+def test_native_and_eager_give_the_same_dflash_drafts(workshop: Workshop, tmp_path: Path) -> None:
+    for variant in VARIANTS:
+        seen = []
+        for backend in ("native", "eager"):
+            made = drafter(tmp_path, workshop.decoder(slots=4, backend=backend), variant, 5)
+            found = run(SpeculativeGenerator(made, made.decoder), PROMPTS, max_new_tokens=NEW)
+            seen.append(found.statistics.num_accepted_tokens_per_pos)
+        assert seen[0] == seen[1]
 
 
 def test_a_dflash_folder_is_recognised(workshop: Workshop, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -36,7 +36,7 @@ def test_nodes_are_numbered_as_medusa_numbers_them() -> None:
     ],
 )
 def test_published_trees_have_the_figures_of_medusas_own_tables(name: str, marks: int, levels: list[int]) -> None:
-    """Of Medusa's function, run on its own nine trees of 63 choices; marks: nodes that see a node, the root as well."""
+    """Medusa's own function was run on its nine trees of 63 choices; marks: nodes that see a node, the root as well."""
     depths = tree.depths(Choices.of(PUBLISHED[name]).parents)
     assert len(depths) == 63 and 1 + sum(depth + 1 for depth in depths) == marks
     assert [depths.count(depth) for depth in range(1, 5)] == levels
