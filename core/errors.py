@@ -1,34 +1,5 @@
 """All errors that a user can cause. Internal invariants are asserted instead.
 
-    PacelineError
-    |-- CheckpointError          a model folder cannot be used
-    |   |-- MissingWeightsError  a file or a tensor is absent, truncated or unreadable
-    |   |-- WeightShapeError     a tensor's shape differs from the configuration
-    |   |-- WeightValueError     a tensor holds NaN or infinity
-    |   `-- UnknownArchitectureError
-    |-- RequestError             a request cannot be served (also a ValueError)
-    |   |-- PromptError          empty, wrong type, ids out of range
-    |   |   `-- ContextError     too long
-    |   `-- SamplingError        temperature, top-k, top-p, seed, stopping values out of range
-    |-- PairingError             draft and target cannot work together
-    |-- ConfigurationError       options of a decoder or a generator that contradict each other
-    |-- BackendError             a compiler or a device is missing, or compiling failed
-    |   |-- ArtefactError        saved graphs do not fit this decoder or this machine
-    |   `-- RankError            a process of a tensor-parallel model failed or is gone
-    |-- QueueFullError           the queue is full; carries when to retry
-    |-- DeadlineError            a request was not finished in the time its caller gave it
-    |-- DecoderBusyError         two generations use one KV cache at the same time
-    |-- FetchError               a model cannot be fetched: unknown model, no pip, an unexpected file
-    |   `-- DownloadError        the package index or the Hugging Face hub could not be reached
-    |-- TraceError               a recorded trace is damaged, or of another version or model
-    |-- StorageError             a file cannot be written: the disk is full or read-only, or permission is missing
-    `-- PlacementError           models cannot be placed on cores, or cannot be kept running
-        |-- PlanError            no plan exists (also a ConfigurationError)
-        |-- CoresBusyError       another process uses the cores
-        |-- WorkerError          a worker did not start as planned
-        |-- ChannelError         the socket between a target and its drafter failed
-        `-- TargetLostError      a target died more often than allowed; carries the tokens so far
-
 Each message states what is wrong and how to correct it.
 """
 

@@ -1,7 +1,7 @@
 """Logits to probabilities and to sampled tokens: the only code that makes probabilities, for target and draft alike.
 
-Everything is float32. The order is Hugging Face's: temperature, top-k, top-p, min-p. Greedy (temperature 0) is the
-one-hot distribution of the largest logit, not a branch; of equal logits the lowest id wins.
+In float32 and Hugging Face's order: temperature, top-k, top-p, min-p. Greedy (temperature 0) is the one-hot
+distribution of the largest logit, not a branch; of equal logits the lowest id wins.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Sampling parameters of one request as a checked value, and a batch of them as tensors.
-
-`paceline.core.probs` applies these numbers to logits.
-"""
+"""Sampling parameters of one request as a checked value, and a batch of them as tensors."""
 
 from __future__ import annotations
 
@@ -50,43 +47,34 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        wrong = None
-        if not 0 <= self.temperature < math.inf:
-            wrong = f"temperature: expected a finite number of at least 0, got {self.temperature}; 0 is greedy"
-        elif 0 < self.temperature < _LEAST_TEMPERATURE:
-            wrong = (
-                f"temperature: expected 0 or at least {_LEAST_TEMPERATURE}, the least that float32 logits can be "
-                f"divided by, got {self.temperature}; use 0 for greedy decoding"
-            )
-        elif self.temperature > _MOST_TEMPERATURE:
-            wrong = (
-                f"temperature: expected at most {_MOST_TEMPERATURE}, above which banned tokens could be sampled, "
-                f"got {self.temperature}; lower it, since all tokens are equally likely long before that"
-            )
-        if wrong is not None:
-            raise SamplingError(wrong, param="temperature")
-        if self.top_k < 0:
-            raise SamplingError(
-                f"top_k: expected 0 (off) or a positive integer, got {self.top_k}; correct it", param="top_k"
-            )
-        if not 0 < self.top_p <= 1:
-            raise SamplingError(
-                f"top_p: expected a number above 0 and at most 1, got {self.top_p}; 1 switches it off", param="top_p"
-            )
-        if self.top_p < _LEAST_TOP_P:
-            raise SamplingError(
-                f"top_p: expected at least {_LEAST_TOP_P}, the least that float32 distinguishes from 0, got "
-                f"{self.top_p}; use temperature=0 for greedy decoding",
-                param="top_p",
-            )
-        if not 0 <= self.min_p <= 1:
-            raise SamplingError(
-                f"min_p: expected a number from 0 to 1, got {self.min_p}; 0 switches it off", param="min_p"
-            )
-        if not -(1 << 63) <= self.seed < 1 << 64:
-            raise SamplingError(
-                f"seed: expected an integer of at most 64 bits, got {self.seed}; give a smaller one", param="seed"
-            )
+        heat, least = self.temperature, _LEAST_TEMPERATURE
+        for param, valid, expected, advice in (
+            ("temperature", 0 <= heat < math.inf, "a finite number of at least 0", "0 is greedy"),
+            (
+                "temperature",
+                not 0 < heat < least,
+                f"0 or at least {least}, the least that float32 logits can be divided by",
+                "use 0 for greedy decoding",
+            ),
+            (
+                "temperature",
+                heat <= _MOST_TEMPERATURE,
+                f"at most {_MOST_TEMPERATURE}, above which banned tokens could be sampled",
+                "lower it, since all tokens are equally likely long before that",
+            ),
+            ("top_k", self.top_k >= 0, "0 (off) or a positive integer", "correct it"),
+            ("top_p", 0 < self.top_p <= 1, "a number above 0 and at most 1", "1 switches it off"),
+            (
+                "top_p",
+                self.top_p >= _LEAST_TOP_P,
+                f"at least {_LEAST_TOP_P}, the least that float32 distinguishes from 0",
+                "use temperature=0 for greedy decoding",
+            ),
+            ("min_p", 0 <= self.min_p <= 1, "a number from 0 to 1", "0 switches it off"),
+            ("seed", -(1 << 63) <= self.seed < 1 << 64, "an integer of at most 64 bits", "give a smaller one"),
+        ):
+            if not valid:
+                raise SamplingError(f"{param}: expected {expected}, got {getattr(self, param)}; {advice}", param=param)
 
 
 def param_row(sampling: Sampling) -> list[float]:

@@ -2,7 +2,7 @@
 
 Write `TextDrafter.propose_text`, and, if scanning the whole sequence in every round costs too much, keep an index of it
 with `TextDrafter.new_text` and `TextDrafter.extend`. The quickest way to try an idea is a plain function:
-``SpeculativeGenerator(my_function, target, k=4)``. Drafters with a head are in `paceline.draft.heads`.
+``SpeculativeGenerator(my_function, target, k=4)``.
 """
 
 from __future__ import annotations

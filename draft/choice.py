@@ -1,14 +1,11 @@
 """Several drafters for one target: each slot uses the first one that has a proposal, or the best one.
 
-`FallbackDrafter` uses their order. A free drafter (n-grams, suffixes) before a model costs nothing if the text does not
-repeat, and saves the model's time if it does: the model runs only in rounds in which some slot has no proposal.
+`FallbackDrafter` uses their order: a free drafter (n-grams, suffixes) before a model saves the model's time where the
+text repeats, since the model runs only in rounds in which some slot has no proposal.
 
-`ChoiceDrafter` uses the best for the current sequence. Every drafter's proposals are compared with the target's tokens
-(`ShadowScores`), even if another drafter's were verified. Drafters that need only tokens propose in every round; the
-others, which cost time, propose if they are the best, at the beginning of a sequence, and at intervals. In a batch
-every slot has a separate choice.
-
-A request may name the drafter that it uses. Output tokens do not depend on the choice.
+`ChoiceDrafter` uses the best for the current sequence, in a batch for each slot. Every drafter's proposals are compared
+with the target's tokens (`ShadowScores`), even if another drafter's were verified. Drafters that need only tokens
+propose in every round; the others if they are the best, at the beginning of a sequence, and at intervals.
 """
 
 from __future__ import annotations
@@ -149,8 +146,8 @@ class _TextScores:
 class ShadowScores:
     """Scores of ``count`` drafters over all sequences in slots. Drafters of several depths share one.
 
-    A proposal is a forecast of the sequence. It is compared with the tokens committed after it, verified or not, so
-    that a drafter is scored without being used. Means decay slowly, because sequences change.
+    A proposal is a forecast of the sequence. It is compared with the tokens committed after it, verified or not. Means
+    decay slowly, because sequences change.
     """
 
     def __init__(self, count: int) -> None:
@@ -160,7 +157,6 @@ class ShadowScores:
         self.counts = [DrafterCounts()] * count
         self._propose_seconds: list[float | None] = [None] * count
         self._rest_seconds: float | None = None
-        self._handed_over: float | None = None
         self.rounds = 0
 
     def begin(self, slot: int) -> None:
@@ -229,16 +225,6 @@ class ShadowScores:
         """Record a round's time without drafting."""
         self._rest_seconds = _smoothed(self._rest_seconds, seconds)
 
-    def handed_over(self) -> None:
-        """Start the verification timer: the proposals of a round are ready."""
-        self._handed_over = perf_counter()
-
-    def back(self) -> None:
-        """Stop the verification timer and record it."""
-        if self._handed_over is not None:
-            self.rest_took(perf_counter() - self._handed_over)
-            self._handed_over = None
-
     def speed(self, slot: int, drafter: int) -> float:
         """Return the expected tokens per second of a round in which this drafter proposes; tokens before times are
         known.
@@ -305,6 +291,7 @@ class ChoiceDrafter(_SeveralDrafters):
         self._free = tuple(isinstance(drafter, TextDrafter) for drafter in drafters)
         self._every, self._by = shadow_every, choose_by
         self._scores = ShadowScores(len(drafters))
+        self._proposed: float | None = None  # when this round's proposals were ready
         self._only: dict[int, int] = {}  # the one drafter of a slot whose request names it
 
     @property
@@ -330,7 +317,9 @@ class ChoiceDrafter(_SeveralDrafters):
         super().move_request(slot, to, rows)
 
     def update(self, commit: Commit) -> None:
-        self._scores.back()
+        if self._proposed is not None:
+            self._scores.rest_took(perf_counter() - self._proposed)
+            self._proposed = None
         for slot, (tokens, count) in enumerate(zip(commit.tokens.tolist(), commit.count.tolist(), strict=True)):
             self._scores.wrote(slot, tokens[:count])
         super().update(commit)
@@ -357,7 +346,7 @@ class ChoiceDrafter(_SeveralDrafters):
             for index, chains in enumerate(proposals):
                 if chains:
                     scores.forecast(slot, index, chains[slot])
-        scores.handed_over()
+        self._proposed = perf_counter()
         return Proposal.chains(rows, self.draft_lengths)
 
     def _should_propose(

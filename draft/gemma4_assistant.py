@@ -26,7 +26,7 @@ from paceline.decoder.json_fields import Fields
 from paceline.decoder.kernels.cache_rows import NARROW_CACHES, store, unpack
 from paceline.decoder.kernels.protocol import CachePosition
 from paceline.decoder.models import registry
-from paceline.decoder.models.config import HARMLESS, NEUTRAL, STANDARD, ModelConfig
+from paceline.decoder.models.config import NEUTRAL, STANDARD, ModelConfig
 from paceline.decoder.models.layers import frozen, scaled
 from paceline.decoder.parallel.collectives import SingleRank
 from paceline.decoder.parallel.sharding import Shard, TensorSpec
@@ -46,14 +46,13 @@ _CENTROIDS = "masked_embedding.centroids"
 _KEYS = HeadKeys(
     _OF,
     {
-        *("model_type", "architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path"),
-        *("text_config", "backbone_hidden_size", "use_ordered_embeddings", "num_centroids"),
+        *("model_type", "text_config", "backbone_hidden_size", "use_ordered_embeddings", "num_centroids"),
         *("centroid_intermediate_top_k", "bos_token_id", "eos_token_id", "pad_token_id"),
         *(f"{side}_token_id" for side in ("image", "video", "audio", "boi", "eoi", "boa", "eoa")),
     },
     {"tie_word_embeddings": MustBe((True,), "its output layer is its embedding")},
 )
-_LAYER_KEYS = STANDARD | HARMLESS | NEUTRAL.keys() | registry.family(_FAMILY).keys
+_LAYER_KEYS = STANDARD | NEUTRAL.keys() | registry.family(_FAMILY).keys
 
 
 @dataclass(frozen=True, slots=True)

@@ -417,7 +417,6 @@ class HeadDrafter(TraceableDrafter):
         return self.head
 
     def shortened(self, length: int) -> Self:
-        """Return a copy that drafts shorter chains."""
         if not self.draft_shape.is_chain:
             raise ConfigurationError(
                 f"k: expected one number, since {type(self).__name__} drafts a {self.draft_shape}, got several; "
@@ -513,7 +512,6 @@ class HeadDrafter(TraceableDrafter):
         return Proposal(out[0], self.draft_shape.parents, out[1] if len(out) > 1 else None)
 
     def _outputs(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> Sequence[Tensor]:
-        """Run the step for a round in a separate graph."""
         del self._pending[-1:]  # the step reads it
         self.catch_up()
         inputs = [commit.tokens, commit.count, commit.first_row, sampling.params, sampling.seeds]

@@ -37,8 +37,7 @@ _KEYS = HeadKeys(
     {
         *("vocab_size", "emb_dim", "inner_dim", "n_predict", "tie_weights", "scale_input"),
         *("n_candidates", "top_k_tokens_per_head", "num_lookahead_tokens"),  # of the trees of other programs
-        *("_name_or_path", "base_model_name_or_path", "auto_map", "torch_dtype", "dtype", "transformers_version"),
-        "hidden_size",  # another name of emb_dim
+        *("base_model_name_or_path", "hidden_size"),  # the latter: another name of emb_dim
     },
     {
         "model_type": MustBe(("mlp_speculator",), "it is another kind of head"),

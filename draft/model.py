@@ -63,9 +63,6 @@ class ModelDrafter(HeadDrafter):
     drawn                 sample from the model's probabilities and report them, for `Reject`; otherwise choose with the
                           target's noise, for `Match`
     confidence_threshold  stop a proposal where the model's largest probability (no temperature, no filter) is below it
-
-    Raises:
-        ConfigurationError: a number is out of range.
     """
 
     misfit_causes = "a model of another family; a chat template that only the target was trained with; too slow a draft"

@@ -77,11 +77,7 @@ NEXTN = MtpLayout(
 SPECULATORS = MtpLayout("speculators", ("qwen3",), "mtp_layers.0.")
 _SPECULATORS_KEYS = HeadKeys(
     "an MTP head",
-    {
-        *("transformer_layer_config", "speculators_config", "speculators_version", "architectures", "auto_map"),
-        *("torch_dtype", "dtype", "transformers_version", "_name_or_path", "has_no_defaults_at_init"),
-        "tie_word_embeddings",  # the target's tables are used
-    },
+    {"transformer_layer_config", "speculators_config", "speculators_version", "tie_word_embeddings"},
     {
         "speculators_model_type": MustBe(("mtp",), "it is another kind of head"),
         "model_type": MustBe(("speculator_model", "mtp"), "it is another kind of model"),

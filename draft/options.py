@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.core import tree
@@ -10,7 +10,7 @@ from paceline.core.errors import ConfigurationError
 from paceline.core.types import DraftShape
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.options import LoadOptions
-from paceline.heads.options import Wanted
+from paceline.heads.options import Wanted, option
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,16 +71,11 @@ def first_layers(target: ModelConfig) -> int:
 class PardOptions:
     """The decoder to train. The last of its ``num_layers`` is the target's last."""
 
-    start: Path | None = field(
-        default=None,
-        metadata={"help": "Folder of a decoder to train, with the target's vocabulary. Default: the target's layers."},
+    start: Path | None = option(
+        None, "Folder of a decoder to train, with the target's vocabulary. Default: the target's layers."
     )
-    num_layers: int = field(
-        default=2, metadata={"names": ("--head-layers",), "help": "Number of layers of the target to begin with."}
-    )
-    mask_token: int | None = field(
-        default=None, metadata={"help": "Id that stands for tokens not yet known. Default: the rarest of the data."}
-    )
+    num_layers: int = option(2, "Number of layers of the target to begin with.", names=("--head-layers",))
+    mask_token: int | None = option(None, "Id that stands for tokens not yet known. Default: the rarest of the data.")
 
     def check(self, sizes: ModelConfig) -> None:
         """Raise ConfigurationError if the target does not support such a decoder."""

@@ -1,9 +1,8 @@
 """A draft model with another tokenizer: draft and target exchange text.
 
 The committed ids are decoded to text and encoded to ids of the draft model; its drafts are decoded to text and encoded
-to ids of the target. Those that continue the committed ids are proposed. This is universal assisted
-generation (Moshe et al., Hugging Face, 2024; transformers' AssistedCandidateGeneratorDifferentTokenizers). The output
-does not depend on it: proposals are verified like any other.
+to ids of the target; those that continue the committed ids are proposed. This is universal assisted generation (Moshe
+et al., Hugging Face, 2024; transformers' AssistedCandidateGeneratorDifferentTokenizers).
 
 The two vocabularies have no ids in common, so drafts cannot be coupled to the target's noise: they are the draft's most
 likely tokens, at any temperature.
@@ -53,7 +52,6 @@ class TargetText:
         self.extend(tail)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append committed tokens."""
         for token in tokens:
             piece = self._detokenizer.push(token)
             self._unfinished.append(token)

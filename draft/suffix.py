@@ -161,7 +161,6 @@ class OutputCorpus:
         self.automaton = SuffixAutomaton()
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Add the output of a finished request."""
         for token in (*tokens, _BORDER):
             self.automaton.append(token)
         if len(self.automaton.tokens) > self._size:

@@ -136,8 +136,8 @@ def load(
 
 @dataclass(frozen=True, slots=True)
 class TargetTensors:
-    """What the layout "nxd" adds to a head: ``embedding`` and ``head`` (output layer) [V, H] of the target, its number
-    of layers.
+    """Additions of the layout "nxd" to a head: ``embedding`` and ``head`` (output layer) [V, H] of the target, and its
+    number of layers.
     """
 
     embedding: Tensor

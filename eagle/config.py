@@ -17,7 +17,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from paceline.core.errors import CheckpointError, ConfigurationError, MissingWei
 from paceline.decoder.json_fields import Fields
 from paceline.decoder.models.config import ModelConfig, RopeConfig
 from paceline.heads.layouts import LayerSizes, check_target, layer_ids, read_config
-from paceline.heads.options import DraftTraining
+from paceline.heads.options import DraftTraining, option
 
 log = logging.getLogger("paceline")
 
@@ -64,7 +64,7 @@ def parse_layers(value: object) -> tuple[int, ...] | None:
 
 def layers_of(config: Fields, target: ModelConfig, override: Sequence[int] | None = None) -> tuple[int, ...]:
     """Return the streams that another project's checkpoint reads of this target, or ``override``; log them with the
-    reason. CheckpointError: the ids are no list of layer numbers, or occur twice and differ.
+    reason. Raise CheckpointError unless the ids are layer numbers, the same where they occur twice.
     """
     ids, where = _written_ids(config), config.where
     if override is not None:
@@ -318,44 +318,25 @@ class EagleHeadOptions:
     them too. Of ``start``, version, layers and drafted ids are kept.
     """
 
-    version: int = field(
-        default=3, metadata={"names": ("--eagle-version",), "help": "EAGLE version: 1 (also for EAGLE-2) or 3."}
+    version: int = option(3, "EAGLE version: 1 (also for EAGLE-2) or 3.", names=("--eagle-version",))
+    layers: tuple[int, ...] = option(
+        (),
+        "Version 3: residual stream of the target to read; repeatable. Default: those before layers 2, L/2 and L - 3.",
+        names=("--aux-layers",),
     )
-    layers: tuple[int, ...] = field(
-        default=(),
-        metadata={
-            "names": ("--aux-layers",),
-            "help": "Version 3: residual stream of the target to read; repeatable. Default: those before layers 2, "
-            "L/2 and L - 3.",
-        },
+    draft_vocab_size: int | None = option(
+        None, "Version 3: number of token ids that can be drafted. Default: the whole vocabulary."
     )
-    draft_vocab_size: int | None = field(
-        default=None,
-        metadata={"help": "Version 3: number of token ids that can be drafted. Default: the whole vocabulary."},
+    num_layers: int = option(1, "Version 3: number of decoder layers of the head.", names=("--head-layers",))
+    qk_norm: bool = option(False, "Version 3: normalise the heads of queries and keys, as Qwen3 does.")
+    fc_norm: bool = option(False, "EAGLE-3.1: normalise every stream of the target before it is joined.")
+    norm_output: bool = option(False, "EAGLE-3.1: later drafts read the state after the last norm.")
+    peagle: bool = option(False, "P-EAGLE: a head that makes all drafts in one pass.")
+    mask_token: int | None = option(
+        None, "P-EAGLE: id that stands for tokens not yet known. Default: the rarest of the data."
     )
-    num_layers: int = field(
-        default=1, metadata={"names": ("--head-layers",), "help": "Version 3: number of decoder layers of the head."}
-    )
-    qk_norm: bool = field(
-        default=False, metadata={"help": "Version 3: normalise the heads of queries and keys, as Qwen3 does."}
-    )
-    fc_norm: bool = field(
-        default=False, metadata={"help": "EAGLE-3.1: normalise every stream of the target before it is joined."}
-    )
-    norm_output: bool = field(
-        default=False, metadata={"help": "EAGLE-3.1: later drafts read the state after the last norm."}
-    )
-    peagle: bool = field(default=False, metadata={"help": "P-EAGLE: a head that makes all drafts in one pass."})
-    mask_token: int | None = field(
-        default=None,
-        metadata={"help": "P-EAGLE: id that stands for tokens not yet known. Default: the rarest of the data."},
-    )
-    depth: int = field(
-        default=5, metadata={"help": "Number of draft tokens of the chains that acceptance is measured on."}
-    )
-    start: Path | None = field(
-        default=None, metadata={"help": "Folder of a head to continue training from. Default: a new head."}
-    )
+    depth: int = option(5, "Number of draft tokens of the chains that acceptance is measured on.")
+    start: Path | None = option(None, "Folder of a head to continue training from. Default: a new head.")
 
     def parts(self) -> list[str]:
         """Return the names of what is asked for and heads of EAGLE-3 do not have."""
@@ -370,17 +351,12 @@ class EagleTraining(DraftTraining):
     replay  weight of the loss on the head's own drafts where it was wrong (Draft-OPD, arXiv 2605.29343)
     """
 
-    ttt_steps: int | None = field(
-        default=None, metadata={"help": "Number of passes of the training-time test. Default: 7; version 1: 1."}
-    )
-    ttt_decay: float = field(
-        default=0.8, metadata={"help": "Weight of a pass relative to the previous one, above 0 and at most 1."}
-    )
-    feature_weight: float = field(default=1.0, metadata={"help": "Version 1: weight of the feature loss."})
-    ce_weight: float = field(default=0.1, metadata={"help": "Version 1: weight of the cross-entropy loss."})
-    replay: float = field(
-        default=0.0,
-        metadata={"help": "Weight of the loss on the head's own drafts, from places where it was wrong. Default: 0."},
+    ttt_steps: int | None = option(None, "Number of passes of the training-time test. Default: 7; version 1: 1.")
+    ttt_decay: float = option(0.8, "Weight of a pass relative to the previous one, above 0 and at most 1.")
+    feature_weight: float = option(1.0, "Version 1: weight of the feature loss.")
+    ce_weight: float = option(0.1, "Version 1: weight of the cross-entropy loss.")
+    replay: float = option(
+        0.0, "Weight of the loss on the head's own drafts, from places where it was wrong. Default: 0."
     )
 
     def __post_init__(self) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from paceline.core.errors import CheckpointError, ConfigurationError, UnknownArchitectureError
 from paceline.core.types import DraftShape
 from paceline.decoder.json_fields import Fields
-from paceline.decoder.models.config import ModelConfig
+from paceline.decoder.models.config import STANDARD, ModelConfig
 from paceline.eagle.config import EagleConfig, check_own, check_version, layers_of, overridden, parse_layers, parse_own
 from paceline.heads import layouts
 from paceline.heads.layouts import HeadKeys, MustBe, head_format
@@ -25,15 +25,7 @@ from paceline.heads.options import Wanted
 
 log = logging.getLogger("paceline")
 
-# Read by `paceline.decoder.models.config` or `paceline.eagle.formats`.
-_LAYER_KEYS = frozenset(
-    {
-        "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
-        "head_dim", "rms_norm_eps", "max_position_embeddings", "hidden_act", "attention_bias", "mlp_bias",
-        "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "original_max_position_embeddings",
-        "quantization_config", "per_layer_config", "layer_types", "sliding_window",
-    }
-)  # fmt: skip
+_LAYER_KEYS = STANDARD | {"attention_bias", "mlp_bias", "layer_types", "sliding_window"}
 _HEAD_KEYS = frozenset(
     {
         "draft_vocab_size", "target_hidden_size", "norm_before_residual", "eagle_config", "speculators_model_type",
@@ -46,19 +38,10 @@ _EAGLE_CONFIG_KEYS = frozenset({"eagle_aux_hidden_state_layer_ids", "num_aux_hid
 _MASK_TOKENS = ("mask_token_id", "ptd_token_id", "pard_token")
 """Names of the id that stands for tokens not yet known: in speculators, and two in vLLM."""
 # Without effect on drafting, or determined by the tensors.
-_HARMLESS_KEYS = frozenset(
-    {
-        "_name_or_path", "architectures", "attention_dropout", "auto_map", "base_model_ep_plan", "base_model_pp_plan",
-        "base_model_tp_plan", "bias", "bos_token_id", "chunk_size_feed_forward", "dtype", "embed_requires_grad",
-        "eos_token_id", "fc_bias", "fusion_bias", "has_lm_head", "has_no_defaults_at_init", "id2label",
-        "initializer_range", "label2id", "max_sequence_length", "max_window_layers", "name_or_path",
-        "num_hidden_layers", "output_attentions", "output_hidden_states", "pad_token_id", "pretraining_tp",
-        "problem_type", "return_dict", "speculators_config", "speculators_version", "target_model_type",
-        "tie_word_embeddings", "torch_dtype", "torchscript", "transformers_version", "use_bfloat16", "use_cache",
-    }
-)  # fmt: skip
-
-
+_HARMLESS_KEYS = {
+    "bias", "bos_token_id", "eos_token_id", "fc_bias", "fusion_bias", "has_lm_head", "num_hidden_layers",
+    "pad_token_id", "speculators_config", "speculators_version", "target_model_type", "tie_word_embeddings",
+}  # fmt: skip
 _MUST_BE: dict[str, MustBe] = {
     "norm_bias": MustBe((False,), "norms have biases"),
     "qkv_bias": MustBe((False,), "queries, keys and values have biases and the output has none"),
@@ -201,9 +184,7 @@ _HARMLESS_TENSORS = ("rotary_emb.inv_freq", "verifier_lm_head.weight", "verifier
 
 
 def layout_of(config: Fields, names: Iterable[str]) -> tuple[str, int]:
-    """Return the layout of a checkpoint, and the version of its head; CheckpointError: these are no tensors of an EAGLE
-    head.
-    """
+    """Return the layout of a checkpoint of an EAGLE head, and the version of the head; else raise CheckpointError."""
     bare_names = {name.removeprefix(_MODEL) for name in names}
     if "paceline_eagle" in config.values:
         version = config.integer("version")

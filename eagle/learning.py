@@ -186,7 +186,6 @@ class Learning:
         self.network.zero_grad()
 
     def _score(self, texts: Sequence[FinishedText]) -> None:
-        """Score the three heads on texts that none of them has learnt from."""
         read = self._read(texts)
         self._scored += len(texts)
         self._since += len(texts)
@@ -246,7 +245,6 @@ def _faster_precision() -> str:
 
 
 def _lower_priority() -> None:
-    """Make this process take only time that no other process wants."""
     with suppress(OSError, AttributeError):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     with suppress(OSError):

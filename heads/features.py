@@ -109,7 +109,6 @@ class FeatureCache:
 
     @property
     def length(self) -> int:
-        """Tokens of a sequence."""
         return self._options.length
 
     def batch(self, number: int) -> Texts:
@@ -340,7 +339,6 @@ class TrainingData:
 
     @classmethod
     def of_files(cls, folder: Path) -> TrainingData:
-        """Return a folder of files with hidden states."""
         ids = []
         for file in feature_files(folder)[:_COUNTED]:
             try:

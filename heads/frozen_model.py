@@ -31,14 +31,18 @@ def transformers_model(path: str | os.PathLike[str], dtype: torch.dtype) -> Any:
         try:
             return AutoModelForCausalLM.from_pretrained(place, dtype=dtype, local_files_only=True).eval()
         except (OSError, ValueError) as error:
-            raise CheckpointError(
-                f"{place}: expected a checkpoint that transformers can load, got an error ({error}); correct the folder"
-            ) from error
+            raise _unreadable(place, error) from error
     weights = load_weights(place, ModelConfig.from_pretrained(place), dtype)
     keys: dict[str, Any] = read_config(place)
     config = AutoConfig.for_model(**keys)
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     return kind.from_pretrained(None, config=config, state_dict=weights, dtype=dtype).eval()
+
+
+def _unreadable(place: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{place}: expected a checkpoint that transformers can load, got an error ({error}); correct the folder"
+    )
 
 
 def check_trainable(path: str | os.PathLike[str], layers: tuple[int, ...]) -> None:
@@ -52,9 +56,7 @@ def check_trainable(path: str | os.PathLike[str], layers: tuple[int, ...]) -> No
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
     except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{place}: expected a checkpoint that transformers can load, got an error ({error}); correct the folder"
-        ) from error
+        raise _unreadable(place, error) from error
     _decoder_of(model, layers, where=place)
 
 

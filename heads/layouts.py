@@ -15,7 +15,7 @@ from typing import Any
 from paceline.core.errors import CheckpointError, ConfigurationError, PairingError, UnknownArchitectureError
 from paceline.core.types import FeatureSpec
 from paceline.decoder.json_fields import Fields, read_json_object
-from paceline.decoder.models.config import ModelConfig, RopeConfig
+from paceline.decoder.models.config import HARMLESS, ModelConfig, RopeConfig
 from paceline.decoder.weights.atomic_write import atomic_write
 from paceline.decoder.weights.formats import WeightFormat
 
@@ -35,7 +35,7 @@ class HeadKeys:
     """Allowed keys of a config.json of heads.
 
     of      owner of the settings, for messages
-    known   keys that are read, or have no effect on drafting
+    known   keys that are read, or have no effect on drafting, beside those of `HARMLESS`
     others  keys that must have one value
     begin   prefix of heads' keys in a file that also has the target's
     """
@@ -51,7 +51,7 @@ class HeadKeys:
             if value is None or not key.startswith(self.begin):
                 continue
             rule = self.others.get(key)
-            if rule is None and key not in self.known:
+            if rule is None and key not in self.known and key not in HARMLESS:
                 raise UnknownArchitectureError(
                     f"{fields.where}: {key!r} is not a known setting of {self.of}, and ignoring it could lower the "
                     "acceptance rate; remove it if it has no effect"
@@ -126,9 +126,7 @@ def read_config(folder: Path) -> Fields:
 
 
 def layer_ids(fields: Fields, key: str, *, least: int = 0, required: bool = False) -> tuple[int, ...]:
-    """Return a list of layer numbers from ``least`` on; () if the key is absent and not required. CheckpointError: it
-    is no such list.
-    """
+    """Return a list of layer numbers from ``least`` on, else raise CheckpointError; () for a key that may be absent."""
     value = fields.values.get(key)
     if value is None and not required:
         return ()

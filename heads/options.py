@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from paceline.core.errors import ConfigurationError
 
@@ -13,6 +14,11 @@ TEXTS_PER_FILE = 64
 """Sequences whose hidden states are kept in one file."""
 
 _GIGABYTE = 1e9
+
+
+def option(default: Any, text: str, *, names: tuple[str, ...] = ()) -> Any:
+    """Return a field with its text in the help of commands, and its flags if they are not made of its name."""
+    return field(default=default, metadata={"help": text, "names": names})
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,18 +33,14 @@ class Wanted:
 class TrainingOptions:
     """Options for training heads; ConfigurationError: a value is out of range."""
 
-    batch_size: int = field(default=8, metadata={"help": "Number of sequences per step."})
-    learning_rate: float = field(default=1e-3, metadata={"help": "Peak learning rate."})
-    precision: str = field(
-        default="f32",
-        metadata={
-            "help": "Precision of matrix products: f32, or bf16, which is faster on CPUs with instructions for it."
-        },
+    batch_size: int = option(8, "Number of sequences per step.")
+    learning_rate: float = option(1e-3, "Peak learning rate.")
+    precision: str = option(
+        "f32", "Precision of matrix products: f32, or bf16, which is faster on CPUs with instructions for it."
     )
-    device: str = field(default="cpu", metadata={"help": "Device for training: cpu, cuda or cuda:N."})
-    max_minutes: float | None = field(
-        default=None,
-        metadata={"help": "Minutes after which training stops; run the command again to resume. Default: no limit."},
+    device: str = option("cpu", "Device for training: cpu, cuda or cuda:N.")
+    max_minutes: float | None = option(
+        None, "Minutes after which training stops; run the command again to resume. Default: no limit."
     )
 
     def __post_init__(self) -> None:
@@ -67,15 +69,10 @@ class DraftTraining(TrainingOptions):
     dpace       weights of a chain's drafts by D-PACE (arXiv 2605.18810) in place of falling ones
     """
 
-    learning_rate: float = field(default=2e-3, metadata={"help": "Peak learning rate."})
-    tokens: int = field(default=1_000_000, metadata={"help": "Number of tokens to train on, repeats included."})
-    loss: str = field(
-        default="ce",
-        metadata={"help": "Loss on a draft's distribution: ce (cross-entropy), lk_hybrid or nla (acceptance rate)."},
-    )
-    dpace: bool = field(
-        default=False, metadata={"help": "Weights of the drafts of a chain by D-PACE: most where chains end most."}
-    )
+    learning_rate: float = option(2e-3, "Peak learning rate.")
+    tokens: int = option(1_000_000, "Number of tokens to train on, repeats included.")
+    loss: str = option("ce", "Loss on a draft's distribution: ce (cross-entropy), lk_hybrid or nla (acceptance rate).")
+    dpace: bool = option(False, "Weights of the drafts of a chain by D-PACE: most where chains end most.")
 
     def __post_init__(self) -> None:
         TrainingOptions.__post_init__(self)  # `super()` does not work in a slotted dataclass
@@ -98,11 +95,9 @@ class BlockTraining(DraftTraining):
     ``decay``.
     """
 
-    k: int = field(default=7, metadata={"names": ("--k",), "help": "Number of draft tokens of a block."})
-    anchors: int = field(default=32, metadata={"help": "Number of blocks of a sequence in one step."})
-    decay: float = field(
-        default=0.8, metadata={"help": "Weight of a draft relative to the one before, above 0 and at most 1."}
-    )
+    k: int = option(7, "Number of draft tokens of a block.", names=("--k",))
+    anchors: int = option(32, "Number of blocks of a sequence in one step.")
+    decay: float = option(0.8, "Weight of a draft relative to the one before, above 0 and at most 1.")
 
     def __post_init__(self) -> None:
         DraftTraining.__post_init__(self)  # `super()` does not work in a slotted dataclass
@@ -117,15 +112,13 @@ class BlockTraining(DraftTraining):
 class TextOptions:
     """Options for making sequences; those to evaluate on are written by the target, greedily."""
 
-    length: int = field(default=256, metadata={"help": "Number of tokens per sequence."})
-    prompt: int | None = field(
-        default=None,
-        metadata={
-            "names": ("--prompt-tokens",),
-            "help": "Number of prompt tokens per sequence, which the target continues. Default: a quarter of --length.",
-        },
+    length: int = option(256, "Number of tokens per sequence.")
+    prompt: int | None = option(
+        None,
+        "Number of prompt tokens per sequence, which the target continues. Default: a quarter of --length.",
+        names=("--prompt-tokens",),
     )
-    eval_samples: int = field(default=64, metadata={"help": EVAL_SAMPLES})
+    eval_samples: int = option(64, EVAL_SAMPLES)
 
     def __post_init__(self) -> None:
         if not 1 <= self.prompt_length < self.length or self.eval_samples < 1:
@@ -152,10 +145,8 @@ class TextOptions:
 class CachedTextOptions(TextOptions):
     """Options for making sequences, and for storing their hidden states."""
 
-    feature_cache_gb: float = field(
-        default=2.0, metadata={"help": "Hidden states to keep on disk, in GB; 0 keeps none."}
-    )
-    seed: int = field(default=0, metadata={"help": "Seed of the order of the sequences."})
+    feature_cache_gb: float = option(2.0, "Hidden states to keep on disk, in GB; 0 keeps none.")
+    seed: int = option(0, "Seed of the order of the sequences.")
 
     def __post_init__(self) -> None:
         TextOptions.__post_init__(self)  # `super()` does not work in a slotted dataclass

@@ -105,7 +105,6 @@ class RunState:
         self._due = perf_counter() + _SECONDS
 
     def restore(self) -> dict[str, Any] | None:
-        """Return the stored state, or None."""
         if not self._path.is_file():
             return None
         saved = torch.load(self._path, map_location="cpu", weights_only=True)

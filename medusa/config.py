@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.core.errors import ConfigurationError, UnknownArchitectureError
 from paceline.heads.layouts import HeadKeys, read_config
-from paceline.heads.options import TextOptions, TrainingOptions
+from paceline.heads.options import TextOptions, TrainingOptions, option
 
 # Every key of heads; other keys are allowed in the target's file with these added.
 _KEYS = HeadKeys("Medusa heads", {"medusa_num_heads", "medusa_num_layers", "medusa_tied_projection"}, begin="medusa")
@@ -122,16 +122,14 @@ class MedusaTraining(TrainingOptions):
                      work. The heads draft among all ids either way
     """
 
-    epochs: float = field(default=1.0, metadata={"help": "Number of passes over all sequences."})
-    loss_target: str = field(
-        default="target",
-        metadata={"help": "Loss target: target (the target's distribution) or text (the tokens of the sequence)."},
+    epochs: float = option(1.0, "Number of passes over all sequences.")
+    loss_target: str = option(
+        "target", "Loss target: target (the target's distribution) or text (the tokens of the sequence)."
     )
-    loss_vocab_size: int = field(
-        default=0,
-        metadata={"help": "Number of most frequent ids that the losses see, to train faster; 0 uses all of them."},
+    loss_vocab_size: int = option(
+        0, "Number of most frequent ids that the losses see, to train faster; 0 uses all of them."
     )
-    seed: int = field(default=0, metadata={"help": "Seed of the order of the sequences."})
+    seed: int = option(0, "Seed of the order of the sequences.")
 
     def __post_init__(self) -> None:
         TrainingOptions.__post_init__(self)  # `super()` does not work in a slotted dataclass
@@ -152,13 +150,10 @@ class MedusaTraining(TrainingOptions):
 class MedusaTexts(TextOptions):
     """Data for training and measuring heads."""
 
-    tokens: int = field(default=300_000, metadata={"help": "Number of tokens of the data to train on."})
-    self_distill_tokens: int = field(
-        default=0, metadata={"help": "Number of tokens of the target's own continuations to train on."}
-    )
-    temperature: tuple[float, ...] = field(
-        default=(0.0, 1.0),
-        metadata={"help": "Temperature of these continuations; repeatable, used in turns. Default: 0 and 1."},
+    tokens: int = option(300_000, "Number of tokens of the data to train on.")
+    self_distill_tokens: int = option(0, "Number of tokens of the target's own continuations to train on.")
+    temperature: tuple[float, ...] = option(
+        (0.0, 1.0), "Temperature of these continuations; repeatable, used in turns. Default: 0 and 1."
     )
 
     def __post_init__(self) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ from paceline.heads.options import TEXTS_PER_FILE, CachedTextOptions
 from paceline.heads.trainer import Trainer, rank, ranks
 from paceline.medusa import checkpoint, search
 from paceline.medusa.config import MedusaConfig, MedusaTexts, MedusaTraining
-from paceline.medusa.network import Heads, fresh
+from paceline.medusa.network import Heads, Linear, fresh
 from paceline.medusa.search import Accuracy
 
 _WARMUP = 0.02  # share of the steps in which the learning rate rises
@@ -87,7 +88,7 @@ class MedusaTrainer(Trainer):
         block = partial(products, self._training.precision, self._training.device)
         if self._places is not None:
             tokens = self._places[tokens]
-        losses, linear = [], torch.nn.functional.linear
+        losses, linear = [], cast(Linear, torch.nn.functional.linear)
         with torch.no_grad(), block():
             distill = self._training.loss_target == "target"
             labels = torch.softmax(linear(states, self._output).float(), -1) if distill else None

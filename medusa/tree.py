@@ -20,29 +20,10 @@ from paceline.decoder.models.config import ModelConfig
 from paceline.heads.layouts import write_json
 from paceline.heads.options import Wanted
 
-TOP = 10
-"""Tokens per head in Medusa's index tables."""
-
 TREE = "tree.json"
 """Name of a tree's file, in the folder of its heads."""
 
 Ranks = tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class TreeBuffers:
-    """Medusa's own tables of a tree of n nodes, as lists; row and column 0 are the root.
-
-    attention_mask    [n + 1][n + 1], 1 where a node (row) sees a node (column): itself, the root and its ancestors
-    tree_indices      [n + 1], index of a node's token in (root, best `TOP` of head 0, best `TOP` of head 1, ...)
-    position_ids      [n + 1], depth
-    retrieve_indices  a row of nodes from the root to each leaf, padded with -1
-    """
-
-    attention_mask: list[list[int]]
-    tree_indices: list[int]
-    position_ids: list[int]
-    retrieve_indices: list[list[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +123,6 @@ TreeLike = Choices | str | Path | Iterable[Sequence[int]]
 
 
 def parse_choices(tree: object) -> Choices:
-    """Parse a user's tree: choices, or a file of them."""
     if isinstance(tree, Choices):
         return tree
     if isinstance(tree, str | Path):
@@ -164,27 +144,6 @@ def draft_shape(_target: ModelConfig, _wanted: Wanted, folder: Path, *, draft_tr
     """
     choices = shipped_choices(folder) if draft_tree is None else parse_choices(draft_tree)
     return None if choices is None else tree.draft_shape(choices.parents)
-
-
-def tree_buffers(choices: Iterable[Sequence[int]]) -> TreeBuffers:
-    """Return Medusa's tables for a tree, to convert and to compare with others; no rank may reach `TOP`."""
-    tree = Choices.of(choices)
-    tree.check(heads=tree.depth, top=TOP)
-    node = {path: index + 1 for index, path in enumerate(tree.paths)}
-    size = len(tree) + 1
-    visible = [[0] * size for _ in range(size)]
-    visible[0][0] = 1
-    for path, row in node.items():
-        for column in (0, *(node[path[:length]] for length in range(1, len(path) + 1))):
-            visible[row][column] = 1
-    indices = [0, *(path[-1] + TOP * (len(path) - 1) + 1 for path in tree.paths)]
-    inner = {path[:-1] for path in tree.paths}
-    leaves = [path for path in sorted(tree.paths, key=_order, reverse=True) if path not in inner]
-    rows = [[0, *(node[path[:length]] for length in range(1, len(path) + 1))] for path in leaves]
-    width = tree.depth + 1
-    return TreeBuffers(
-        visible, indices, [0, *(len(path) for path in tree.paths)], [row + [-1] * (width - len(row)) for row in rows]
-    )
 
 
 def _order(path: Ranks) -> tuple[int, Ranks]:

@@ -1,4 +1,4 @@
-"""Base of every verifier: the target, whose slots it prefills. Not in this module: verification."""
+"""Base of every verifier: the target, whose slots it prefills."""
 
 from __future__ import annotations
 

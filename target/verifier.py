@@ -269,6 +269,4 @@ def _one_round(
         outputs = [for_all_slots(x, slots) for x in (outputs if lean else outputs[3:])]  # features, if they are outputs
     if lean or lines:
         outputs = [packed[:, :-2].contiguous(), packed[:, -2].contiguous(), inputs[2] + inputs[1], *outputs]
-    told = packed.tolist()
-    report = RoundReport([row[: row[-2]] for row in told], [row[-1] for row in told], perf_counter() - begin)
-    return [report], outputs
+    return [RoundReport.of(packed.tolist(), perf_counter() - begin)], outputs

@@ -1,8 +1,7 @@
 """Sample-and-match: keep a drafted token exactly when it equals the token that the target samples at its position.
 
 Needs no draft probabilities, is exact for every kind of drafter and any tree, and gives the same tokens as decoding
-without a drafter with the same seed. For drafts that were not sampled (argmax, n-gram, heads) it accepts as much as
-rejection sampling.
+without a drafter with the same seed. Of drafts that were not sampled it accepts as much as rejection sampling.
 """
 
 from __future__ import annotations

@@ -31,7 +31,6 @@ class Reject:
     cache_key: ClassVar[str] = "reject"
 
     def __call__(self, proposal: Proposal, view: TargetView) -> Accepted:
-        """Accept each token with probability min(1, p / q); after the first rejection sample from the residual."""
         import torch
 
         from paceline.core import noise, reduce

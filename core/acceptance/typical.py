@@ -2,9 +2,7 @@
 
 A drafted token is accepted when its probability is above min(epsilon, alpha * exp(-H)), where H is the entropy of the
 target's distribution at its position. So a token that the target would rarely sample can be accepted where the target's
-entropy is high. The output does not follow the target's distribution, and does not equal that of decoding without a
-drafter, except at temperature 0: then the distribution is one-hot and the rule equals `Match`. Whatever uses this rule
-reports that it is lossy.
+entropy is high. At temperature 0 the distribution is one-hot and the rule equals `Match`.
 """
 
 from __future__ import annotations

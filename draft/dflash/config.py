@@ -8,18 +8,18 @@ stream that is read, the others by the layer whose output is read, which is one 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from paceline.core.errors import CheckpointError, ConfigurationError, PairingError, UnknownArchitectureError
 from paceline.core.types import DraftShape
 from paceline.decoder.json_fields import Fields
-from paceline.decoder.models.config import HARMLESS, NEUTRAL, STANDARD, ModelConfig
+from paceline.decoder.models.config import NEUTRAL, STANDARD, ModelConfig
 from paceline.decoder.options import MAX_WIDTH
 from paceline.draft.options import parse_draft_tree
 from paceline.heads.layouts import HeadKeys, LayerSizes, MustBe, check_target, head_format, layer_ids, read_config
-from paceline.heads.options import Wanted
+from paceline.heads.options import Wanted, option
 
 MarkovKind = Literal["vanilla", "gated", "rnn"]
 _OF = "a DFlash head"
@@ -137,7 +137,7 @@ def draft_shape(
 
 
 _LAYER_KEYS = frozenset({"attention_bias", "use_sliding_window", "sliding_window", "layer_types", "max_window_layers"})
-_READ = STANDARD | HARMLESS | _LAYER_KEYS
+_READ = STANDARD | _LAYER_KEYS
 _LAYER_MUST_BE = {
     **{
         key: MustBe((value,), "the layers are those of Qwen3")
@@ -171,10 +171,9 @@ _FLAT_MUST_BE = {
 _INNER_KEYS = frozenset({"final_logit_softcapping", "output_multiplier", "input_embedding_scale"})
 _SPECULATORS_KEYS = frozenset(
     {
-        "architectures", "auto_map", "aux_hidden_state_layer_ids", "draft_vocab_size", "dtype", "max_anchors",
-        "sliding_window_non_causal", "speculators_config", "speculators_model_type", "speculators_version",
-        "target_hidden_size", "tie_word_embeddings", "torch_dtype", "transformer_layer_config", "transformers_version",
-        "has_no_defaults_at_init",
+        "aux_hidden_state_layer_ids", "draft_vocab_size", "max_anchors", "sliding_window_non_causal",
+        "speculators_config", "speculators_model_type", "speculators_version", "target_hidden_size",
+        "tie_word_embeddings", "transformer_layer_config",
     }
 )  # fmt: skip
 
@@ -294,7 +293,6 @@ def _made(
     block_size: int,
     from_anchor: bool,
 ) -> DFlashConfig:
-    """Put a configuration together; ``fields`` has the keys of the layers and of the head."""
     sizes = _sizes(fields)
     mask = fields.integer("mask_token_id", minimum=0)
     if mask >= sizes.vocab_size or draft_vocab_size > sizes.vocab_size:
@@ -379,7 +377,6 @@ def _outputs(fields: Fields, target: ModelConfig) -> tuple[int, ...]:
 
 
 def _variant(fields: Fields) -> dict[str, Any]:
-    """Return the sizes of the convolutions, the selector and the Markov head; empty without them."""
     found: dict[str, Any] = {}
     for name, key, needs in (
         ("conv_size", "conv_kernel_size", "conv_group_size"),
@@ -417,22 +414,14 @@ def _confidence(fields: Fields, size: int, rank: int) -> int:
 class DFlashHeadOptions:
     """The head to train; its blocks have a token more than ``k`` of `BlockTraining`."""
 
-    layers: tuple[int, ...] = field(
-        default=(),
-        metadata={
-            "names": ("--aux-layers",),
-            "help": "Residual stream of the target to read; repeatable. Default: five, evenly spread.",
-        },
+    layers: tuple[int, ...] = option(
+        (), "Residual stream of the target to read; repeatable. Default: five, evenly spread.", names=("--aux-layers",)
     )
-    draft_vocab_size: int | None = field(
-        default=None, metadata={"help": "Number of token ids that can be drafted. Default: the whole vocabulary."}
+    draft_vocab_size: int | None = option(
+        None, "Number of token ids that can be drafted. Default: the whole vocabulary."
     )
-    num_layers: int = field(
-        default=1, metadata={"names": ("--head-layers",), "help": "Number of decoder layers of the head."}
-    )
-    mask_token: int | None = field(
-        default=None, metadata={"help": "Id that stands for tokens not yet known. Default: the rarest of the data."}
-    )
+    num_layers: int = option(1, "Number of decoder layers of the head.", names=("--head-layers",))
+    mask_token: int | None = option(None, "Id that stands for tokens not yet known. Default: the rarest of the data.")
 
     def check(self, sizes: ModelConfig) -> None:
         size, mask = sizes.vocab_size, self.mask_token

@@ -19,7 +19,7 @@ from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.weights.hub import checkpoint_path
 from paceline.draft.dflash.config import DFlashConfig, parse
-from paceline.draft.dflash.head import BlockStep, DFlashHead, Tables
+from paceline.draft.dflash.head import BlockStep, DFlashHead
 from paceline.draft.drafted_tokens import Kept
 from paceline.draft.heads import HeadDrafter
 from paceline.draft.options import parse_draft_tree
@@ -114,15 +114,13 @@ class DFlashDrafter(HeadDrafter):
                 "with; use another drafter"
             )
         weights = as_dtype(folder, weights, target.options.dtype)
+        for name, shared in ((EMBEDDING, model.embedding), (HEAD, model.head)):
+            if unless_equal(weights.get(name), shared) is None:
+                weights.pop(name, None)
         head = DFlashHead(
             config,
             weights,
             shared=target.body.shared,
-            tables=Tables(
-                weights.pop("ids"),
-                unless_equal(weights.pop(EMBEDDING, None), model.embedding),
-                unless_equal(weights.pop(HEAD, None), model.head),
-            ),
             kernels=target.backend.kernels,
             options=target.options,
             form=head_form(target.body, quantization),

@@ -80,18 +80,6 @@ class Choice:
         return self.drafts.last
 
 
-@dataclass(frozen=True, slots=True)
-class Tables:
-    """Tables of a head: ``embedding`` [V, H] and ``output`` [U, H] if it has its own, else None: the target's.
-
-    ids  [U], the target's ids of the ids that can be drafted
-    """
-
-    ids: Tensor
-    embedding: Tensor | None = None
-    output: Tensor | None = None
-
-
 class Convolution(nn.Module):
     """DFlash 2's causal convolutions before and after a part of a layer, whose kernels depend on the token.
 
@@ -198,7 +186,8 @@ class Layer(nn.Module):
 
 
 class DFlashHead(TableHead):
-    """The head with its caches. ``weights`` are those of a checkpoint.
+    """The head with its caches. ``weights``: of a checkpoint, with ``ids`` [U], the target's ids of those that can be
+    drafted, and without tables that are the target's.
 
     ``shared``: the target's weights that it uses, this rank's rows of sharded ones. ``form``: format of the layers'
     matrices, which are replicated on a sharded target.
@@ -210,20 +199,20 @@ class DFlashHead(TableHead):
         weights: Mapping[str, Tensor],
         *,
         shared: SharedHead,
-        tables: Tables,
         kernels: Kernels,
         options: DecoderOptions,
         form: WeightFormat | None = None,
     ) -> None:
         super().__init__(kernels, options)
         self.config, self.reads, self.form = config, config.reads, form
-        self.output = shared.head if tables.output is None else frozen(tables.output)
+        output, embedding = weights.get("lm_head.weight"), weights.get("embed_tokens.weight")
+        self.output = shared.head if output is None else frozen(output)
         self.share(
             shared,
             rope_tables(config.rope, config.head_dim, options.n_positions),
-            embedding=tables.embedding,
-            owns_output=tables.output is not None,
-            drafted=(tables.ids, config.vocab_size),
+            embedding=embedding,
+            owns_output=output is not None,
+            drafted=(weights["ids"], config.vocab_size),
         )
         self.fc = _matrix(weights["fc.weight"], form)
         self.hidden_norm, self.norm = (frozen(weights[f"{name}.weight"]) for name in ("hidden_norm", "norm"))

@@ -62,8 +62,9 @@ def make(workshop: Workshop, tmp_path: Path, row: Row) -> Iterator[Make]:
     """The row's generator for a depth, and its target."""
     with ExitStack() as stack:
 
-        def made(k: Depth | None = None, *, slots: int = 4) -> tuple[SpeculativeGenerator, Sampler]:
-            home = Home(workshop, tmp_path, stack, slots)
+        def made(k: Depth | None = None, *, slots: int = 4, **options: Any) -> tuple[SpeculativeGenerator, Sampler]:
+            load = {"backend": options.pop("backend")} if "backend" in options else {}
+            home = Home(workshop, tmp_path, stack, slots, load, options)
             return row.make(home, row.depths[-1] if k is None else k), home.target
 
         yield made
@@ -115,6 +116,40 @@ def test_a_registered_rule_matches_its_row(name: str) -> None:
     for field in ("name", "needs", "draft_probs", "lossless", "trees", "on_host"):
         assert getattr(rule, field) == getattr(registered, field), field
     assert bool(registered.warning) != registered.lossless
+
+
+@pytest.mark.parametrize("row", [name for name, row in ROWS.items() if DRAFTERS[row.of].fused], indirect=True)
+def test_fused_and_separate_graphs_draft_the_same(make: Make) -> None:
+    """With one request and with four; that the tokens are those of plain decoding is in the matrix too."""
+    found = list[object]()
+    for fused in (True, False):
+        generator, target = make(fused=fused, backend="native")
+        for asked in SETTINGS.values():
+            for prompts in (PROMPTS[:1], PROMPTS):
+                made, wanted = (run(one, prompts, {**asked, "max_new_tokens": 20}) for one in (generator, target))
+                assert texts(made) == texts(wanted)
+                found.append(made.statistics.num_accepted_tokens_per_pos)
+    assert found[:6] == found[6:]
+
+
+@pytest.mark.parametrize(
+    "row", [name for name, row in ROWS.items() if row.of in ("dflash", "eagle", "medusa", "mtp")], indirect=True
+)
+def test_a_round_is_one_graph(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading the commit, drafting, the target's pass, acceptance and compaction are one call in each round."""
+    calls, graph = list[GraphKey](), CompiledDecoder.graph
+
+    def counted(decoder: CompiledDecoder, key: GraphKey, *rest: Any, **options: Any) -> Step:
+        step = graph(decoder, key, *rest, **options)
+        return lambda *inputs: (calls.append(key), step(*inputs))[1]
+
+    monkeypatch.setattr(CompiledDecoder, "graph", counted)
+    result = run(make(slots=1, fused=True)[0], PROMPTS[:1], {"max_new_tokens": 20})
+    rounds = [key for key in calls if key.is_round]
+    assert len(rounds) == result.statistics.num_rounds > 3
+    assert len({key for key in rounds if key.draft is not None}) == 1
+    assert sum(key.draft is None for key in rounds) <= 1, "nothing is drafted behind the last token"
+    assert all(key.is_prompt or key.kind == "read" for key in calls if key not in rounds)
 
 
 def test_slots_without_a_request_change_no_token(make: Make) -> None:

@@ -23,7 +23,7 @@ from paceline.decoder.parallel.collectives import DeviceGroup, SingleRank
 from paceline.decoder.parallel.sharding import WHOLE, Layout
 from paceline.decoder.steps import CompactPathStep, MoveSlotStep, PrefillStep, ReorderSlotsStep, WindowStep
 from paceline.draft.dflash.config import parse
-from paceline.draft.dflash.head import BlockStep, DFlashHead, Tables
+from paceline.draft.dflash.head import BlockStep, DFlashHead
 from paceline.draft.drafted_tokens import Kept
 from paceline.draft.gemma4_assistant import AssistantHead
 from paceline.draft.heads import ChainStep, MoveRowsStep, NextTreeStep, ReadStep
@@ -152,10 +152,8 @@ def block(body: ModelWithCache, reach: int, *, variant: str, kind: SamplingKind 
     """A random head that drafts a block, and the target."""
     told = fields(body, variant)
     config = parse(Fields(told, "config.json"), body.config)
-    tables = Tables(torch.arange(config.vocab_size))
-    head = DFlashHead(
-        config, tensors(body, told), shared=body.shared, tables=tables, kernels=body.kernels, options=body.options
-    )
+    weights = {**tensors(body, told), "ids": torch.arange(config.vocab_size)}
+    head = DFlashHead(config, weights, shared=body.shared, kernels=body.kernels, options=body.options)
     return FusedStep(BlockStep(head, NODES, reach, kind=kind), verify(body, reach, reads=config.reads, kind=kind))
 
 

@@ -18,6 +18,7 @@ from paceline.decoder.models.config import ModelConfig
 from paceline.draft.dflash.config import parse
 from paceline.draft.dflash.drafter import DFlashDrafter
 from paceline.draft.drafted_tokens import DraftedTokens
+from tests.draft.random_heads import random_weights
 from tests.sampled import run, texts
 
 MASK, BLOCK = 7, 9
@@ -68,13 +69,7 @@ def fields(target: Configured, variant: str, **changes: object) -> dict[str, Any
 
 
 def tensors(target: Configured, told: dict[str, Any], *, seed: int = 1) -> dict[str, Tensor]:
-    """Weights that are neither zero nor one anywhere, so that no mix-up is hidden."""
-    torch.manual_seed(seed)
-    shapes = parse(Fields(told, "config.json"), target.config).shapes()
-    return {
-        name: torch.randn(shape) * (0.3 if len(shape) > 1 else 0.2) + (1.0 if "norm" in name else 0.0)
-        for name, shape in shapes.items()
-    }
+    return random_weights(parse(Fields(told, "config.json"), target.config).shapes(), seed=seed)
 
 
 def write(folder: Path, told: dict[str, Any], made: dict[str, Tensor]) -> Path:

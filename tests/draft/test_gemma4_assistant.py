@@ -29,7 +29,6 @@ from tests.draft.random_heads import (
 )
 
 PROMPTS = [[5, 17, 17, 90], [4], [33, 2, 9, *range(20, 45)]]
-SAMPLINGS: list[dict[str, object]] = [{}, {"do_sample": True, "temperature": 0.8, "seed": 11}]
 KINDS = {"gemma4": {}, "gemma4 moe": {"use_ordered_embeddings": True}}
 
 
@@ -63,16 +62,11 @@ class Oracle:
 Made = tuple[SamplingDecoder, Path, Oracle]
 
 
-@pytest.fixture
-def backend() -> str:
-    return "native"
-
-
 @pytest.fixture(params=KINDS)
-def made(request: pytest.FixtureRequest, workshop: Workshop, tmp_path: Path, backend: str) -> Made:
+def made(request: pytest.FixtureRequest, workshop: Workshop, tmp_path: Path) -> Made:
     """A target, the folder of an assistant that transformers wrote, and what transformers computes."""
     source = save_narrowed(workshop.checkpoint(kind=request.param), tmp_path / "target")
-    target = fresh(source, backend=backend, batch_size=4)
+    target = fresh(source, backend="native", batch_size=4)
     assistant = save_assistant(tmp_path / "assistant", target.config, **KINDS[request.param])
     return target, tmp_path / "assistant", Oracle(Gemma4ForCausalLM.from_pretrained(source).eval(), assistant)
 
@@ -99,6 +93,7 @@ def test_rounds_equal_a_simulation(made: Made) -> None:
     text, accepted = rounds(SpeculativeGenerator(str(folder), target, k=3), PROMPTS[0], 40)
     expected = simulated_rounds(text, len(PROMPTS[0]) + 1, 3, lambda known: oracle.drafted(known, 3)[0])
     assert accepted[: len(expected)] == expected and 0 < sum(expected) < 3 * len(expected)
+    assert text == target.sample(PROMPTS[:1], max_new_tokens=40)[0].tolist()
 
 
 def test_rounds_of_a_tree_equal_a_simulation(made: Made) -> None:
@@ -107,19 +102,6 @@ def test_rounds_of_a_tree_equal_a_simulation(made: Made) -> None:
     begin = len(PROMPTS[0]) + 1
     wanted = simulated_tree_rounds(text, begin, lambda known, path: oracle.drafted(known, len(path) + 1, path)[1][-1])
     assert accepted[: len(wanted)] == wanted and 0 < sum(wanted) < 3 * len(wanted)
-
-
-@pytest.mark.parametrize("backend", ["native", pytest.param("eager", marks=pytest.mark.full)])
-def test_the_assistant_changes_no_token(made: Made) -> None:
-    target, folder, _ = made
-    for sampling in SAMPLINGS:
-        for prompts in (PROMPTS[:1], PROMPTS):
-            wanted, found = target.sample(prompts, max_new_tokens=24, **sampling), []
-            for fused in (True, False):
-                generator = SpeculativeGenerator(str(folder), target, k=3, fused=fused)
-                assert torch.equal(generator.sample(prompts, max_new_tokens=24, **sampling), wanted)
-                found.append(generator.statistics.num_accepted_tokens_per_pos)
-            assert found[0] == found[1] and found[0][0] > 0
 
 
 @pytest.mark.parametrize("form", ["int8", "fp8_e4m3"])

@@ -28,7 +28,6 @@ from tests.decoder.tiny import Workshop, fresh
 from tests.draft.random_heads import random_weights, rounds, save_mtp, save_narrowed, simulated_rounds
 
 PROMPTS = [[5, 17, 17, 90], [4], [33, 2, 9, *range(20, 45)]]
-SAMPLINGS: list[dict[str, object]] = [{}, {"do_sample": True, "temperature": 0.8, "seed": 11}]
 _NAMES = {
     "token_layernorm": "enorm",
     "hidden_layernorm": "hnorm",
@@ -117,24 +116,19 @@ class Oracle:
 Made = tuple[SamplingDecoder, Callable[..., MtpDrafter], Oracle]
 
 
-@pytest.fixture
-def backend() -> str:
-    return "native"
-
-
 @pytest.fixture(params=["qwen3", "mimo", *NEXTN])
-def made(request: pytest.FixtureRequest, workshop: Workshop, tmp_path: Path, backend: str) -> Made:
+def made(request: pytest.FixtureRequest, workshop: Workshop, tmp_path: Path) -> Made:
     """A target, its drafter of a length through the disk, and what transformers computes."""
     if request.param in NEXTN:
-        target = fresh(folder := nextn(workshop, tmp_path / "target", request.param), backend=backend, batch_size=4)
+        target = fresh(folder := nextn(workshop, tmp_path / "target", request.param), backend="native", batch_size=4)
         return target, lambda k=3: AutoDrafter.from_pretrained(folder, target, k=k), Oracle.from_pretrained(folder)  # type: ignore[return-value]
     source = workshop.checkpoint(kind="qwen2" if request.param == "mimo" else "qwen3")
     folder, model = tmp_path / "target", save_narrowed(source, tmp_path / "for transformers")
     if request.param == "mimo":
         weights = mimo(workshop, folder)
-        target = fresh(folder, backend=backend, batch_size=4)
+        target = fresh(folder, backend="native", batch_size=4)
     else:
-        target = fresh(save_narrowed(source, folder), backend=backend, batch_size=4)
+        target = fresh(save_narrowed(source, folder), backend="native", batch_size=4)
         weights = save_mtp(folder := tmp_path / "head", target.config)
     network = (Qwen2ForCausalLM if request.param == "mimo" else Qwen3ForCausalLM).from_pretrained(model).eval()
     oracle = Oracle.with_weights(network, weights, of_mimo=request.param == "mimo")
@@ -211,19 +205,7 @@ def test_mtp_rounds_equal_a_simulation(made: Made) -> None:
     text, accepted = rounds(SpeculativeGenerator(drafter(), target), PROMPTS[0], 40)
     expected = simulated_rounds(text, len(PROMPTS[0]) + 1, 3, lambda known: oracle.drafted(known, 3)[0])
     assert accepted[: len(expected)] == expected and 0 < sum(expected) < 3 * len(expected)
-
-
-@pytest.mark.parametrize("backend", ["native", pytest.param("eager", marks=pytest.mark.full)])
-def test_mtp_changes_no_token(made: Made) -> None:
-    target, drafter, _ = made
-    for sampling in SAMPLINGS:
-        for prompts in (PROMPTS[:1], PROMPTS):
-            wanted, found = target.sample(prompts, max_new_tokens=24, **sampling), []
-            for fused in (True, False):
-                generator = SpeculativeGenerator(drafter(), target, fused=fused)
-                assert torch.equal(generator.sample(prompts, max_new_tokens=24, **sampling), wanted)
-                found.append(generator.statistics.num_accepted_tokens_per_pos)
-            assert found[0] == found[1]
+    assert text == target.sample(PROMPTS[:1], max_new_tokens=40)[0].tolist()
 
 
 @pytest.mark.parametrize(

@@ -68,18 +68,6 @@ def test_acceptance_equals_the_published_pard_loop(
     assert rounds == wanted and sum(wanted)
 
 
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("backend", ["native", "eager"])
-def test_pard_changes_no_token(folder: Path, workshop: Workshop, backend: str, fused: bool) -> None:
-    for slots, prompts in ((1, PROMPTS[:1]), (4, PROMPTS)):
-        target = workshop.decoder(slots=slots, backend=backend)
-        generator = SpeculativeGenerator(str(folder), target, k=3, fused=fused)
-        for asked in ({}, {"do_sample": True, "temperature": 0.8, "seed": 3}):
-            wanted = texts(run(target, prompts, max_new_tokens=NEW, **asked))
-            found = run(generator, prompts, max_new_tokens=NEW, **asked)
-            assert texts(found) == wanted and found.statistics.num_accepted_tokens
-
-
 def test_a_pard_folder_is_recognised_and_a_name_overrides_it(folder: Path, workshop: Workshop) -> None:
     target = workshop.decoder()
     assert recognise(str(folder)) == "pard"

@@ -24,6 +24,7 @@ from paceline.eagle.config import EagleConfig
 from paceline.eagle.drafter import EagleDrafter
 from paceline.eagle.tree import DraftTree
 from tests.decoder.tiny import VOCABULARY
+from tests.draft.random_heads import random_weights
 
 DRAFTED = 48
 LAYERS = (0, 1, 2)
@@ -47,12 +48,7 @@ def config(target: ModelConfig, version: int, **changes: object) -> EagleConfig:
 
 
 def random_head(sizes: EagleConfig, *, seed: int = 1) -> Checkpoint:
-    """Weights that are neither zero nor one anywhere, so that no mix-up is hidden."""
-    torch.manual_seed(seed)
-    weights = {
-        name: torch.randn(shape) * (0.3 if len(shape) > 1 else 0.2) + (1.0 if "norm" in name else 0.0)
-        for name, shape in sizes.shapes().items()
-    }
+    weights = random_weights(sizes.shapes(), seed=seed)
     if sizes.version == 3:
         weights["ids"] = torch.randperm(sizes.vocab_size)[: sizes.draft_vocab_size].sort().values
     if sizes.mask_token is not None:

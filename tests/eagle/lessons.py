@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from paceline.decoder.models.config import ModelConfig
 from paceline.eagle import train
+from paceline.eagle.config import EagleHeadOptions, EagleTraining
 from paceline.eagle.network import TrainableHead
+from paceline.eagle.train import EagleTrainer
 from paceline.heads.checkpoint import DraftVocab
-from paceline.heads.features import FeatureCache
+from paceline.heads.features import FeatureCache, TrainingData
 from paceline.heads.frozen_model import FrozenTarget
 from paceline.heads.options import CachedTextOptions
 from tests.decoder.tiny import VOCABULARY, Workshop
@@ -41,3 +44,30 @@ def parts(
     made = train.default_config(sizes, version=version, layers=LAYERS, draft_vocab_size=len(vocabulary.ids), **changes)
     network = train.fresh(made, frozen, depth=sizes.num_layers, vocabulary=vocabulary)
     return frozen, FeatureCache(frozen, stream(), SHORT, folder=folder / "states"), network, vocabulary
+
+
+def trainer(
+    made: tuple[FrozenTarget, FeatureCache, TrainableHead, DraftVocab],
+    options: EagleTraining,
+    folder: Path,
+    **more: Any,
+) -> EagleTrainer:
+    """A training of what `parts` made."""
+    frozen, corpus, network, vocabulary = made
+    given = {"head": output(frozen), "vocabulary": vocabulary, "folder": folder, **more}
+    return EagleTrainer(network, corpus, options, **given)
+
+
+def trained(workshop: Workshop, folder: Path, head: EagleHeadOptions, data: np.ndarray, **options: Any) -> Path:
+    """The folder of a head that was trained for a few steps."""
+    train.train(
+        workshop.checkpoint(),
+        TrainingData(data),
+        head,
+        texts=SHORT,
+        options=EagleTraining(**{"tokens": 24 * 8 * 2, "ttt_steps": 2, "batch_size": 8, **options}),
+        work=folder.with_name(f"{folder.name}-work"),
+        out=folder,
+        report=lambda *_: None,
+    )
+    return folder

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,64 +9,17 @@ import torch
 
 from paceline import SpeculativeGenerator
 from paceline.core.errors import ConfigurationError
-from paceline.core.protocols import Drafter, TraceableDrafter
+from paceline.core.protocols import Drafter
 from paceline.core.sampling import Sampling, sampling_tensors
-from paceline.decoder.backends.base import Graph, Step
-from paceline.decoder.graph_key import GraphKey
 from paceline.eagle.drafter import EagleDrafter
-from paceline.eagle.tree import Chain, DraftTree, DynamicTree, StaticTree
+from paceline.eagle.tree import Chain, DynamicTree, StaticTree
 from paceline.engine.adaptive import DraftLengthController
 from tests.decoder.tiny import VOCABULARY, Workshop, fresh
-from tests.eagle.heads import DRAFTED, NEWER, PARALLEL, SHARED, drafter, features
+from tests.eagle.heads import DRAFTED, drafter, features
 from tests.fakes import misfit
 
 PROMPTS = [[5, 17, 17, 90], [4], [33, 2, 9], list(range(20, 45))]
 GROWTHS = [Chain(3), StaticTree((-1, -1, 0, 0, 1, 2)), DynamicTree(8, depth=3, width=3)]
-SAMPLINGS: list[dict[str, object]] = [
-    {},
-    {"do_sample": True, "temperature": 0.7, "seed": 11},
-    {"do_sample": True, "temperature": 1.0, "top_p": 0.9, "top_k": 20, "seed": 11},
-]
-
-
-@pytest.mark.parametrize(
-    ("draft_tree", "changes"),
-    [
-        *((draft_tree, {}) for draft_tree in GROWTHS),
-        (Chain(3), NEWER),
-        (GROWTHS[2], SHARED),
-        *((one, PARALLEL) for one in GROWTHS[:2]),
-    ],
-)
-def test_fused_and_separate_graphs_draft_the_same(
-    workshop: Workshop, tmp_path: Path, draft_tree: DraftTree, changes: dict[str, object]
-) -> None:
-    """And the tokens are those of plain decoding; fused, tests/contract sees to that."""
-    target = workshop.decoder(slots=4)
-    for sampling in SAMPLINGS:
-        accepted = []
-        for fused in (True, False):
-            generator = SpeculativeGenerator(drafter(tmp_path, target, 3, draft_tree, **changes), target, fused=fused)
-            ours = generator.sample(PROMPTS, max_new_tokens=20, **sampling)
-            assert torch.equal(ours, target.sample(PROMPTS, max_new_tokens=20, **sampling)), sampling
-            accepted.append(generator.statistics.num_accepted_tokens_per_pos)
-        assert accepted[0] == accepted[1]
-
-
-def test_a_p_eagle_head_drafts_chains_of_any_rule_and_no_dynamic_trees(workshop: Workshop, tmp_path: Path) -> None:
-    """Sampled from its probabilities too, at one position as at another; one request and three."""
-    for slots in (1, 4):
-        target = workshop.decoder(slots=slots)
-        made = drafter(tmp_path, target, 3, Chain(3, drawn=True), **PARALLEL)
-        generator = SpeculativeGenerator(made, target, acceptor="reject")
-        for prompts in (PROMPTS[:1], PROMPTS[1:]):
-            assert torch.equal(generator.sample(prompts, max_new_tokens=20), target.sample(prompts, max_new_tokens=20))
-        generator.sample(PROMPTS, max_new_tokens=20, do_sample=True, temperature=0.8, seed=3)
-        assert generator.statistics.num_accepted_tokens > 0
-    with pytest.raises(ConfigurationError, match="expected a chain or a static tree for a P-EAGLE head, whose drafts"):
-        drafter(tmp_path, target, 3, GROWTHS[2], **PARALLEL)
-    with pytest.raises(ConfigurationError, match=r"expected at most 128 cache rows .* got 130 for a chain 65 w"):
-        drafter(tmp_path, target, 3, Chain(65), **PARALLEL)
 
 
 @pytest.mark.parametrize("drafted", [DRAFTED, 96, 1])
@@ -176,27 +128,6 @@ def test_draft_probs_of_a_sampled_chain_are_its_distribution(
     assert misfit(torch.stack(first)[:, :1].numpy(), wanted[0].double().numpy()) > 1e-3
 
 
-def test_a_round_is_one_graph(workshop: Workshop, tmp_path: Path) -> None:
-    """Reading the commit, drafting, the target's pass, acceptance and keep are one call in each round."""
-    target, calls = fresh(workshop.checkpoint()), list[GraphKey]()
-    compile_ = target.backend.compile
-
-    def counted(graph: Graph, announce: Callable[[str], None]) -> Step:
-        step = compile_(graph, announce)
-        return lambda *inputs: (calls.append(graph.key), step(*inputs))[1]
-
-    target.backend.compile = counted  # type: ignore[method-assign]
-    for draft_tree in GROWTHS:
-        calls.clear()
-        generator = SpeculativeGenerator(drafter(tmp_path, target, 3, draft_tree), target)
-        generator.sample(PROMPTS[:1], max_new_tokens=20)
-        rounds = [key for key in calls if key.is_round]
-        assert len(rounds) == generator.statistics.num_rounds > 5
-        assert len({key for key in rounds if key.draft is not None}) == 1
-        assert sum(key.draft is None for key in rounds) <= 1, "nothing is drafted behind the last token"
-        assert all(key.is_prompt or key.kind == "read" for key in calls if key not in rounds)
-
-
 def test_sampled_chains_work_with_reject_and_sampled_trees_are_rejected(workshop: Workshop, tmp_path: Path) -> None:
     target = workshop.decoder(slots=4)
     chain = drafter(tmp_path, target, 3, Chain(3, drawn=True))
@@ -208,11 +139,6 @@ def test_sampled_chains_work_with_reject_and_sampled_trees_are_rejected(workshop
         tree = drafter(tmp_path, target, 3, draft_tree)
         with pytest.raises(ConfigurationError, match="acceptor='match'"):
             SpeculativeGenerator(tree, target, acceptor="reject").sample(PROMPTS[:1], max_new_tokens=4)
-
-
-def test_the_eagle_drafter_can_be_fused(workshop: Workshop, tmp_path: Path) -> None:
-    made = drafter(tmp_path, workshop.decoder(slots=1), 1, Chain(2))
-    assert isinstance(made, Drafter) and isinstance(made, TraceableDrafter)
 
 
 def test_prefill_graphs_are_shared_by_every_growth(workshop: Workshop, tmp_path: Path) -> None:

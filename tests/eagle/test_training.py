@@ -21,14 +21,14 @@ from paceline.eagle import train
 from paceline.eagle.config import EagleHeadOptions, EagleTraining
 from paceline.eagle.drafter import EagleDrafter
 from paceline.eagle.network import TrainableHead
-from paceline.eagle.train import EagleTrainer, acceptance, objective
+from paceline.eagle.train import acceptance, objective
 from paceline.heads.checkpoint import DraftVocab
-from paceline.heads.features import FeatureCache, TrainingData
+from paceline.heads.features import FeatureCache
 from paceline.heads.frozen_model import FrozenTarget
 from paceline.heads.trainer import optimizers
 from tests.decoder.tiny import VOCABULARY, Workshop
 from tests.eagle.heads import NEWER, PARALLEL
-from tests.eagle.lessons import LAYERS, SHORT, output, parts, stream
+from tests.eagle.lessons import LAYERS, SHORT, output, parts, stream, trained, trainer
 
 
 def test_training_states_equal_a_decoders(workshop: Workshop) -> None:
@@ -76,12 +76,10 @@ def test_training_raises_acceptance(
     def measure(trained: TrainableHead) -> list[float]:
         return acceptance(trained, measured, depth=3, head=output(frozen), vocabulary=vocabulary, skip=SHORT.prompt)
 
-    trainer = EagleTrainer(
-        network, corpus, options, head=output(frozen), vocabulary=vocabulary, folder=tmp_path, measure=measure
-    )
-    assert trainer.run(lambda *_: None)
+    run = trainer((frozen, corpus, network, vocabulary), options, tmp_path, measure=measure)
+    assert run.run(lambda *_: None)
     logged = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert logged[-1]["step"] == logged[-1]["of"] == trainer.steps and logged[-1]["loss"] < logged[0]["loss"]
+    assert logged[-1]["step"] == logged[-1]["of"] == run.steps and logged[-1]["loss"] < logged[0]["loss"]
     after = float(objective(network, texts, options, head=output(frozen), vocabulary=vocabulary).detach())
     assert after < 0.9 * before
     assert {p.dtype for p in network.parameters()} == {torch.float32}, "only products are of another precision"
@@ -95,24 +93,19 @@ def test_a_resumed_run_equals_an_uninterrupted_one(workshop: Workshop, tmp_path:
     for name, minutes in (("whole", None), ("stopped", 0.0)):  # 0: one step and no more
         done, runs = False, 0
         while not done:
-            frozen, corpus, network, vocabulary = parts(workshop, tmp_path / name, 3)
             options = EagleTraining(tokens=24 * 8 * 6, ttt_steps=2, batch_size=8, max_minutes=minutes)
-            trainer = EagleTrainer(
-                network, corpus, options, head=output(frozen), vocabulary=vocabulary, folder=tmp_path / name
-            )
-            done, runs = trainer.run(lambda *_: None), runs + 1
+            run = trainer(parts(workshop, tmp_path / name, 3), options, tmp_path / name)
+            done, runs = run.run(lambda *_: None), runs + 1
         assert runs == (1 if minutes is None else 6)
-        ends.append((trainer.step, trainer.network.state_dict()))
+        ends.append((run.step, run.network.state_dict()))
     assert ends[0][0] == ends[1][0]
     assert all(torch.equal(ends[0][1][name], value) for name, value in ends[1][1].items())
 
 
 def test_resuming_with_other_options_is_rejected(workshop: Workshop, tmp_path: Path) -> None:
-    frozen, corpus, network, vocabulary = parts(workshop, tmp_path, 3)
+    frozen, corpus, network, vocabulary = made = parts(workshop, tmp_path, 3)
     options = EagleTraining(tokens=24 * 8, ttt_steps=1, batch_size=8)
-    EagleTrainer(network, corpus, options, head=output(frozen), vocabulary=vocabulary, folder=tmp_path).run(
-        lambda *_: None
-    )
+    trainer(made, options, tmp_path).run(lambda *_: None)
     other = FeatureCache(frozen, (stream() + 1) % VOCABULARY, SHORT, folder=tmp_path / "states")
     fewer = DraftVocab(vocabulary.ids.flip(0), VOCABULARY)
     for part, changed, texts, drafted in (
@@ -126,31 +119,27 @@ def test_resuming_with_other_options_is_rejected(workshop: Workshop, tmp_path: P
         ("expected a run with drafted ids", options, corpus, fewer),
     ):
         with pytest.raises(ConfigurationError, match=part):
-            EagleTrainer(network, texts, changed, head=output(frozen), vocabulary=drafted, folder=tmp_path)
-    EagleTrainer(network, corpus, options, head=output(frozen), vocabulary=vocabulary, folder=tmp_path)
+            trainer((frozen, texts, network, drafted), changed, tmp_path)
+    trainer(made, options, tmp_path)
 
 
 def test_an_interrupted_run_resumes(workshop: Workshop, tmp_path: Path) -> None:
     """Between two steps the last one is kept; in the middle of a change nothing is."""
-    frozen, corpus, network, vocabulary = parts(workshop, tmp_path, 3)
-    options = EagleTraining(tokens=24 * 8 * 3, ttt_steps=1, batch_size=8)
+    made, options = parts(workshop, tmp_path, 3), EagleTraining(tokens=24 * 8 * 3, ttt_steps=1, batch_size=8)
 
     def stop(*_all: object) -> None:
         raise KeyboardInterrupt
 
-    def taken_up() -> EagleTrainer:
-        return EagleTrainer(network, corpus, options, head=output(frozen), vocabulary=vocabulary, folder=tmp_path)
-
     with pytest.raises(KeyboardInterrupt):
-        taken_up().run(stop)
-    trainer = taken_up()
-    assert trainer.step == 1
-    trainer._optimizers[1].step = stop  # type: ignore[method-assign, assignment]
+        trainer(made, options, tmp_path).run(stop)
+    run = trainer(made, options, tmp_path)
+    assert run.step == 1
+    run._optimizers[1].step = stop  # type: ignore[method-assign, assignment]
     with pytest.raises(KeyboardInterrupt):
-        trainer.run(lambda *_: None)
+        run.run(lambda *_: None)
     state = torch.load(tmp_path / "state.pt", weights_only=True)["state"]
     assert state["step"] == 1
-    assert not all(torch.equal(state["weights"][name], x) for name, x in network.state_dict().items())
+    assert not all(torch.equal(state["weights"][name], x) for name, x in run.network.state_dict().items())
 
 
 def test_evaluation_texts_are_not_trained_on(workshop: Workshop, tmp_path: Path) -> None:
@@ -199,12 +188,10 @@ def test_options_the_target_cannot_have_are_rejected_before_it_runs(workshop: Wo
 
 
 def test_a_diverging_run_writes_no_result(workshop: Workshop, tmp_path: Path) -> None:
-    frozen, corpus, network, vocabulary = parts(workshop, tmp_path, 3)
-    network.fc.weight.data.fill_(torch.nan)
-    options = EagleTraining(tokens=24 * 8, ttt_steps=1, batch_size=8)
-    trainer = EagleTrainer(network, corpus, options, head=output(frozen), vocabulary=vocabulary, folder=tmp_path)
+    run = trainer(parts(workshop, tmp_path, 3), EagleTraining(tokens=24 * 8, ttt_steps=1, batch_size=8), tmp_path)
+    run.network.fc.weight.data.fill_(torch.nan)
     with pytest.raises(ConfigurationError, match="diverged: the loss of step 0 is nan"):
-        trainer.run(lambda *_: None)
+        run.run(lambda *_: None)
 
 
 def test_states_are_kept_up_to_the_bound_and_equal_either_way(workshop: Workshop, tmp_path: Path) -> None:
@@ -249,18 +236,10 @@ def test_updates_of_matrices_are_orthogonal_and_sized_like_those_of_adamw(shape:
 
 
 def test_a_trained_head_is_written_and_drafts(workshop: Workshop, tmp_path: Path) -> None:
-    shares = train.train(
-        workshop.checkpoint(),
-        TrainingData(stream()),
-        EagleHeadOptions(version=3, layers=LAYERS, draft_vocab_size=60, depth=2),
-        texts=SHORT,
-        options=EagleTraining(tokens=24 * 8 * 2, ttt_steps=2, batch_size=8),
-        work=tmp_path / "work",
-        out=tmp_path / "head",
-        report=lambda *_: None,
-    )
-    assert shares is not None and (tmp_path / "head" / train.MEASURED).is_file()
-    head = EagleDrafter.from_pretrained(tmp_path / "head", workshop.decoder(slots=1)).head
+    asked = EagleHeadOptions(version=3, layers=LAYERS, draft_vocab_size=60, depth=2)
+    folder = trained(workshop, tmp_path / "head", asked, stream())
+    assert (folder / train.MEASURED).is_file()
+    head = EagleDrafter.from_pretrained(folder, workshop.decoder(slots=1)).head
     assert head.config.draft_vocab_size == 60 and head.config.layers == LAYERS
 
 
@@ -268,16 +247,7 @@ def test_a_p_eagle_head_is_trained_written_and_drafts(workshop: Workshop, tmp_pa
     """With every part that the options name; the id of unknown tokens is one that the data does not have."""
     rare = stream()[stream() != 7]
     asked = EagleHeadOptions(layers=LAYERS, depth=2, num_layers=2, qk_norm=True, fc_norm=True, peagle=True)
-    train.train(
-        workshop.checkpoint(),
-        TrainingData(rare),
-        asked,
-        texts=SHORT,
-        options=EagleTraining(tokens=24 * 8 * 2, ttt_steps=2, batch_size=8),
-        work=tmp_path / "work",
-        out=tmp_path / "head",
-        report=lambda *_: None,
-    )
+    trained(workshop, tmp_path / "head", asked, rare)
     target = workshop.decoder(slots=1)
     made = EagleDrafter.from_pretrained(tmp_path / "head", target)
     found = made.head.config
@@ -302,16 +272,7 @@ def test_a_trained_head_continues_training(workshop: Workshop, tmp_path: Path) -
     """Its layers, its ids and what it has learned stay: steps of no size leave its weights as they were."""
 
     def run(name: str, head: EagleHeadOptions, rate: float) -> dict[str, torch.Tensor]:
-        train.train(
-            workshop.checkpoint(),
-            TrainingData(stream()),
-            head,
-            texts=SHORT,
-            options=EagleTraining(tokens=24 * 8 * 3, ttt_steps=2, batch_size=8, learning_rate=rate),
-            work=tmp_path / f"{name}-work",
-            out=tmp_path / name,
-            report=lambda *_: None,
-        )
+        trained(workshop, tmp_path / name, head, stream(), tokens=24 * 8 * 3, learning_rate=rate)
         return load_file(tmp_path / name / "model.safetensors")
 
     own = EagleHeadOptions(layers=LAYERS, draft_vocab_size=60, depth=2)

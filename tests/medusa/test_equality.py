@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,12 +13,9 @@ from paceline import MedusaDrafter, SpeculativeGenerator, Typical
 from paceline.core.errors import ConfigurationError
 from paceline.core.protocols import TraceableDrafter
 from paceline.core.types import Commit, Proposal, RoundLimits, SamplingTensors
-from paceline.decoder.backends.base import Graph, Step
-from paceline.decoder.graph_key import GraphKey
 from paceline.heads.frozen_model import FrozenTarget
 from paceline.medusa.tree import Choices
 from tests.decoder.tiny import VOCABULARY, Workshop
-from tests.decoder.tiny import fresh as fresh_decoder
 from tests.equality.settings import PROMPTS, SETTINGS, assert_rolled_back, plain, run, texts
 from tests.fakes import Around
 from tests.medusa.trees import MC_SIM_7B_63
@@ -43,42 +39,9 @@ def test_medusa_changes_no_token(workshop: Workshop, heads_folder: Path, tree: s
     assert_rolled_back(result)
 
 
-def test_fused_and_separate_graphs_propose_the_same(workshop: Workshop, heads_folder: Path) -> None:
-    target, setting = workshop.decoder(), "hot and cut"
-    made = [
-        run(
-            SpeculativeGenerator(MedusaDrafter.from_pretrained(heads_folder, target), target, fused=fused),
-            SETTINGS[setting],
-        )
-        for fused in (True, False)
-    ]
-    assert texts(made[0]) == texts(made[1])
-    assert made[0].statistics.num_accepted_tokens_per_pos == made[1].statistics.num_accepted_tokens_per_pos
-
-
 def test_an_invalid_tree_is_rejected_before_heads_are_read(workshop: Workshop, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="got 5"):
         MedusaDrafter.from_pretrained(tmp_path / "none", workshop.decoder(), draft_tree=5)  # type: ignore[arg-type]
-
-
-def test_a_round_is_one_graph(workshop: Workshop, heads_folder: Path) -> None:
-    """Heads, tree, target pass, acceptance and keep are one call in each round; other graphs only read the prompt."""
-    target = fresh_decoder(workshop.checkpoint("target"))
-    generator = SpeculativeGenerator(MedusaDrafter.from_pretrained(heads_folder, target), target)
-    calls: list[GraphKey] = []
-    compile_ = target.backend.compile
-
-    def counted(graph: Graph, announce: Callable[[str], None]) -> Step:
-        step = compile_(graph, announce)
-        return lambda *inputs: (calls.append(graph.key), step(*inputs))[1]
-
-    target.backend.compile = counted  # type: ignore[method-assign]
-    result = run(generator, {}, prompts=PROMPTS[:1])
-    rounds = [key for key in calls if key.is_round]
-    assert len(rounds) == result.statistics.num_rounds > 3
-    fused = {key for key in rounds if key.draft is not None and key.draft.kind == "medusa"}
-    assert len(fused) == 1 and rounds.count(fused.pop()) >= len(rounds) - 1, "nothing is drafted behind the last token"
-    assert all(key.is_prompt for key in set(calls) - set(rounds))
 
 
 class Recorder(Around):
