@@ -184,20 +184,12 @@ def _place(
     group: ReplicaGroupPlan, taken: dict[str, list[CoreRange]], nodes: Mapping[str, Instance], *, copies: int
 ) -> bool:
     """Whether ``copies`` replicas fit on the nodes; their cores are added to ``taken``."""
+    models = [replace(item.model, replicas=1) for item in group.plan.placements]
     for _ in range(copies):
         for node, instance in nodes.items():
-            planned = _placed(group, instance, taken[node])
-            if planned is not None:
-                taken[node] += [item.cores for item in planned.placements]
+            with suppress(RoomError):
+                taken[node] += [item.cores for item in plan(models, instance, taken=taken[node]).placements]
                 break
         else:
             return False
     return True
-
-
-def _placed(group: ReplicaGroupPlan, instance: Instance, taken: Sequence[CoreRange]) -> Plan | None:
-    models = [replace(item.model, replicas=1) for item in group.plan.placements]
-    try:
-        return plan(models, instance, taken=taken)
-    except RoomError:
-        return None

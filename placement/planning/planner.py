@@ -31,7 +31,6 @@ from paceline.placement.planning.instances import Instance
 from paceline.placement.planning.model_specs import ModelSpec
 from paceline.placement.planning.plan import Placement, Plan
 
-_TIMEOUT = 600.0
 _NEURON = ("neuron", "neuron-native")
 _MIB = 1 << 20
 
@@ -295,9 +294,9 @@ def _placement(instance: Instance, assigned: tuple[Need, CoreRange], *, share: i
     label = need.model.name if not need.replica else f"{need.model.name}.{need.replica}"
     first, last = cpus_of(instance, cores)
     threads = last - first + 1 if instance.sdk else share
-    env = environment.planned(instance, cores, label=label, threads=threads, timeout=_TIMEOUT)
+    env = environment.planned(instance, cores, label=label, threads=threads)
     because = why(need.model, instance, need.degree)
-    return Placement(need.model, need.replica, cores, need.footprint, env, (first, last), (), _TIMEOUT, because)
+    return Placement(need.model, need.replica, cores, need.footprint, env, (first, last), why=because)
 
 
 def check(plan: Plan) -> None:

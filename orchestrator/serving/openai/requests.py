@@ -28,10 +28,10 @@ from paceline.serving.openai.fields import (
 DEFAULT_TOKENS = 16  # OpenAI's default of max_tokens for completions; chat has none
 MAX_PROMPTS = 2048
 
-Prompt = str | list[int] | list[str] | list[list[int]]
+PromptField = str | list[int] | list[str] | list[list[int]]
 
 
-def _not_empty(value: Prompt) -> Prompt:
+def _not_empty(value: PromptField) -> PromptField:
     """Neither a list nor one of the lists in it is empty."""
     parts = value if isinstance(value, list) else [value]
     if not parts or any(part == [] for part in parts):
