@@ -28,9 +28,7 @@ def roles_in_parts(tokenizer: Tokenizer) -> frozenset[str]:
 
 
 def for_template(messages: Sequence[Mapping[str, Any]], in_parts: Collection[str]) -> list[dict[str, Any]]:
-    """Return messages with contents as strings, in the form that the model's template reads. ``in_parts``: see
-    `roles_in_parts`.
-    """
+    """Return messages with contents as strings in the template's form. ``in_parts``: see `roles_in_parts`."""
     return [
         {**message, "content": [{"type": "text", "text": message["content"]}]}
         if message["role"] in in_parts

@@ -106,11 +106,7 @@ class CoreAllocator:
             self._deadlines.pop(name, None)
 
     def claim(self, node: str, instance: Instance, requests: Sequence[CoreRequest]) -> list[CoreRange]:
-        """Assign ranges on a node of type ``instance`` to workers that start together: all of them or none.
-
-        Raises:
-            PlanError: not enough cores are free.
-        """
+        """Assign ranges on a node of type ``instance`` to workers that start together; PlanError: not all fit."""
         self._forget_dead()
         names = {request.actor for request in requests}  # a request that is repeated after a fault replaces itself
         taken = {name: cores for name, cores in self._taken.get(node, {}).items() if name not in names}
@@ -248,9 +244,7 @@ def call_allocator(method: str, *arguments: object, timeout: float) -> Any:
 
 
 def give_back(actors: Sequence[str], timeout: float) -> None:
-    """Free the cores of these workers, which have ended. Without an allocator, do nothing: a new one reads the living
-    workers.
-    """
+    """Free the cores of these workers, which have ended. A new allocator would read the living ones."""
     with suppress(ValueError, ray.exceptions.RayError):
         ray.get(ray.get_actor(NAME, NAMESPACE).release.remote(actors), timeout=timeout)
 

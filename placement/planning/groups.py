@@ -61,11 +61,8 @@ class ReplicaGroupPlan:
 
 
 def plan_groups(models: Sequence[ModelSpec], instance: Instance) -> tuple[ReplicaGroupPlan, ...]:
-    """Return one group for each target of a models file. If capacity is too small for a target and its draft, it runs
-    without the draft (``undrafted``); the context is never cut.
-
-    Raises:
-        PlanError: a group does not fit the instance, even without its draft.
+    """Return one group for each target of a models file; PlanError if one does not fit, even without its draft. The
+    context is never cut.
     """
     groups = []
     with suppress(RoomError):  # one does not fit even alone: it is told below, or runs without its draft

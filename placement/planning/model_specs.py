@@ -73,9 +73,8 @@ class _InProcessDraft:
     def footprint(self, target: ModelConfig, options: LoadOptions, target_degree: int) -> Footprint:
         """Return the bytes on each of the target's cores, in addition to the target's own.
 
-        Heads count as one more layer of the target with its own cache. They count as replicated on every core, as
-        Medusa's and small EAGLE heads are: a large EAGLE head is sharded and takes less. Scratch and programs are the
-        target's.
+        Heads count as one more layer of the target with its own cache, replicated on every core: a large EAGLE head
+        takes less. Scratch and programs are the target's.
         """
         if self.config is None:
             weights = self.file_bytes * NUMBER_BYTES[options.amp] // _STORED_BYTES
@@ -179,9 +178,7 @@ class ModelEntry(Residency):
     replicas: pydantic.PositiveInt | None = None
 
     def spec(self, keys: Mapping[str, object], folder: Path, where: str) -> ModelSpec:
-        """Return the model with its configuration loaded; relative paths start at ``folder``. ``keys``: of
-        `LoadOptions` and `SpeculativeConfig`.
-        """
+        """Return the model with its configuration loaded. ``keys``: of `LoadOptions` and `SpeculativeConfig`."""
         config, home = _configuration(self, folder, where)
         options = LoadOptions.part_of(keys)
         if options.quantization == "gguf" and (home is None or not is_gguf(home)):

@@ -167,11 +167,7 @@ def settled(models: Sequence[ModelSpec], instance: Instance, *, taken: Sequence[
 
 
 def plan(models: Sequence[ModelSpec], instance: Instance, *, taken: Sequence[CoreRange] = ()) -> Plan:
-    """Place all models on an instance where the ranges ``taken`` are already in use.
-
-    Raises:
-        PlanError: it cannot be done; the message names the rule. RoomError if only capacity is missing.
-    """
+    """Place all models on an instance where ``taken`` is in use; PlanError names the rule, RoomError: no capacity."""
     needs = _needs(models, instance, settled(models, instance, taken=taken))
     assigned = place(needs, instance, taken)
     by_cores = sorted(assigned, key=lambda pair: pair[1])

@@ -200,7 +200,7 @@ def test_a_drafter_that_never_comes_costs_no_token(tmp_path: Path, stack: ExitSt
 @pytest.mark.parametrize("max_failures", [1 << 30, 1100], ids=["asked again", "restarted"])
 def test_a_permanently_failing_drafter_is_not_an_error(tmp_path: Path, stack: ExitStack, max_failures: int) -> None:
     """Each fault doubled the time it rests, in a number that floats have no room for after a thousand of them."""
-    timeouts = DraftTimeouts(max_failures=max_failures, backoff_s=1e-9, max_backoff_s=1e-9)
+    timeouts = replace(PATIENT, max_failures=max_failures, backoff_s=1e-9, max_backoff_s=1e-9)
     failing = Faulty(1, 4, faults=["raise"], rate=1.0, seed=0, slow=0.0)
     draft = served(tmp_path, stack, lambda _: failing, timeouts=timeouts)
     draft.add_request(0, [1, 2])
