@@ -75,10 +75,7 @@ class Scheduler:
                 continue
             self._count += 1
             names = [f"{group.name}-{self._count}-{place}" for place in range(len(group.plan.placements))]
-            requests = [
-                CoreRequest(name, len(item.cores), item.cores)
-                for name, item in zip(names, group.plan.placements, strict=True)
-            ]
+            requests = [CoreRequest(name, item.cores) for name, item in zip(names, group.plan.placements, strict=True)]
             begin = perf_counter()
             try:
                 ranges = self.allocator.claim(node, self.machine, requests)

@@ -40,7 +40,7 @@ class DrafterCounts:
         return asdict(self) | {"mean_acceptance_length": self.mean_acceptance_length}
 
 
-State = Literal["up", "late", "broken", "down", "closed"]
+DrafterState = Literal["up", "late", "broken", "down", "closed"]
 Fault = Literal["lost", "late", "failed", "invalid"]
 
 
@@ -63,7 +63,7 @@ class DrafterHealth:
     last_error  the last reason, as a message
     """
 
-    state: State = "down"
+    state: DrafterState = "down"
     asked: int = 0
     answered: int = 0
     ahead: int = 0
@@ -108,5 +108,5 @@ class HealthCounters:
         self._counts[kind] += 1
         self.last_error = reason
 
-    def snapshot(self, state: State, restarts: int, last_error: str) -> DrafterHealth:
+    def snapshot(self, state: DrafterState, restarts: int, last_error: str) -> DrafterHealth:
         return DrafterHealth(state=state, restarts=restarts, last_error=last_error, **self._counts)

@@ -14,8 +14,8 @@ from paceline.neuron import noise_record, sdk
 from paceline.neuron.chips import ENDS
 from paceline.placement.planning import instances
 
-Status = Literal["ok", "note", "FAILED"]
-Seen = tuple[str, Status, str]
+ToolStatus = Literal["ok", "note", "FAILED"]
+Seen = tuple[str, ToolStatus, str]
 """A name, a status, and the finding, as `paceline.checks.findings.Finding` has them."""
 
 
@@ -88,5 +88,5 @@ def _sdk() -> Iterator[Seen]:
         if "neuron-native" in found.capability.backends:
             yield ("support of 'neuron'", "note", ENDS)
         refusal = noise_record.refusal(found)
-        status: Status = "ok" if refusal is None else "note"
+        status: ToolStatus = "ok" if refusal is None else "note"
         yield ("sampling on 'neuron'", status, refusal or "the check of the noise has passed here")

@@ -98,48 +98,37 @@ __all__ = [
     "save_quantized",
 ]
 
-_MODULES = {
-    "application": ("DecoderApplication",),
-    "auto": (
-        "AutoDecoder",
-        "BloomForSampling",
-        "Gemma2ForSampling",
-        "Gemma3ForSampling",
-        "GPT2ForSampling",
-        "GPTJForSampling",
-        "GPTNeoXForSampling",
-        "LlamaForSampling",
-        "MistralForSampling",
-        "MixtralForSampling",
-        "OPTForSampling",
-        "Phi3ForSampling",
-        "Qwen2ForSampling",
-        "Qwen3ForSampling",
-        "Qwen3MoeForSampling",
-    ),
-    "auto_drafter": ("AutoDrafter",),
-    "config": ("DRAFT_LENGTHS", "SpeculativeConfig"),
-    "core.acceptance.synthetic": ("SyntheticAcceptance",),
-    "core.acceptance.typical": ("Typical",),
-    "core.errors": ("PacelineError",),
-    "decoder.options": ("LoadOptions",),
-    "decoder.parallel.sharding": ("GQA",),
-    "decoder.weights.save_quantized": ("save_quantized",),
-    "draft.base": ("FunctionDrafter",),
-    "draft.ngram": ("NgramDrafter",),
-    "draft.retokenizing": ("TokenizerPair",),
-    "eagle.drafter": ("EagleDrafter",),
-    "eagle.tree": ("Chain", "DynamicTree", "StaticTree"),
-    "engine.request": ("SamplingParams",),
-    "generator": ("SpeculativeGenerator",),
-    "huggingface.adapter": ("HuggingFaceGenerationAdapter",),
-    "medusa.drafter": ("MedusaDrafter",),
-    "neuron_config": ("NeuronConfig",),
-    "outputs": ("GenerationResult", "RequestOutput", "Statistics"),
-    "text.stop_strings": ("StopStrings",),
-    "text.structured_output": ("ReasoningMarkers", "StructuredOutput"),
+_MODULE_OF = {
+    name: module
+    for module, names in {
+        "application": "DecoderApplication",
+        "auto": "AutoDecoder BloomForSampling Gemma2ForSampling Gemma3ForSampling GPT2ForSampling "
+        "GPTJForSampling GPTNeoXForSampling LlamaForSampling MistralForSampling MixtralForSampling OPTForSampling "
+        "Phi3ForSampling Qwen2ForSampling Qwen3ForSampling Qwen3MoeForSampling",
+        "auto_drafter": "AutoDrafter",
+        "config": "DRAFT_LENGTHS SpeculativeConfig",
+        "core.acceptance.synthetic": "SyntheticAcceptance",
+        "core.acceptance.typical": "Typical",
+        "core.errors": "PacelineError",
+        "decoder.options": "LoadOptions",
+        "decoder.parallel.sharding": "GQA",
+        "decoder.weights.save_quantized": "save_quantized",
+        "draft.base": "FunctionDrafter",
+        "draft.ngram": "NgramDrafter",
+        "draft.retokenizing": "TokenizerPair",
+        "eagle.drafter": "EagleDrafter",
+        "eagle.tree": "Chain DynamicTree StaticTree",
+        "engine.request": "SamplingParams",
+        "generator": "SpeculativeGenerator",
+        "huggingface.adapter": "HuggingFaceGenerationAdapter",
+        "medusa.drafter": "MedusaDrafter",
+        "neuron_config": "NeuronConfig",
+        "outputs": "GenerationResult RequestOutput Statistics",
+        "text.stop_strings": "StopStrings",
+        "text.structured_output": "ReasoningMarkers StructuredOutput",
+    }.items()
+    for name in names.split()
 }
-_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> object:

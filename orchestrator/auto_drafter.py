@@ -119,10 +119,8 @@ class _Makers:
         return drafter
 
     def _choice(self, spec: DraftSpec) -> Drafter:
-        parts = [part if part.k is not None or spec.k is None else replace(part, k=spec.k) for part in spec.parts]
-        made = [self.make(part) for part in parts]
         options: dict[str, Any] = dict(spec.options)
-        return ChoiceDrafter(made, [part.label for part in spec.parts], **options)
+        return ChoiceDrafter([self.make(part) for part in spec.parts], [part.label for part in spec.parts], **options)
 
     def _k(self, spec: DraftSpec) -> int:
         return self.config.longest_draft(self.target.backend.draft_lengths) if spec.k is None else spec.k

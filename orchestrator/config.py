@@ -48,7 +48,8 @@ def parse_k(k: object) -> int | tuple[int, ...] | Literal["auto"] | None:
 
 
 def _parse_vocabulary(vocabulary: object) -> object:
-    if isinstance(vocabulary, str) and vocabulary not in VOCABULARIES:
+    pair = hasattr(vocabulary, "target") and hasattr(vocabulary, "draft")  # a TokenizerPair, whose module loads PyTorch
+    if not pair and vocabulary not in VOCABULARIES:
         raise ConfigurationError(
             f"vocabulary: expected {', '.join(map(repr, VOCABULARIES))}, or TokenizerPair(target=..., draft=...), "
             f"got {vocabulary!r}; use one of them"

@@ -129,7 +129,6 @@ class _Checks:
         return spec
 
     def _choice(self, spec: DraftSpec) -> DraftSpec:
-        """The best of several. A part without a k has that of the choice."""
         if self.rule.draft_probs:
             raise ConfigurationError(
                 "acceptor: expected 'match' for a choice of drafters, none of which reports probabilities, got "
@@ -138,8 +137,7 @@ class _Checks:
         if self.config.fused:
             raise ConfigurationError("fused: a choice of drafters cannot share a graph with the target; omit fused")
         check_options(DRAFTERS[CHOICE], dict(spec.options), f"the draft {spec}")
-        parts = (self.spec(part if part.k is not None else replace(part, k=spec.k)) for part in spec.parts)
-        return replace(spec, parts=tuple(replace(part, k=old.k) for part, old in zip(parts, spec.parts, strict=True)))
+        return replace(spec, parts=tuple(map(self.spec, spec.parts)))
 
     def _model(self, row: DrafterRow, spec: DraftSpec, options: dict[str, Any], *, k: int) -> DraftSpec:
         """Check a draft model, with the target's options where it has none."""

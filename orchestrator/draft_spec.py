@@ -196,7 +196,8 @@ def _choice(options: dict[str, object]) -> DraftSpec:
         )
     spec = DraftSpec(CHOICE, parts=parts)
     k = _entry_k(options.pop("k"), spec) if "k" in options else None
-    return replace(spec, k=k, options=tuple((key, _frozen(value)) for key, value in options.items()))
+    parts = tuple(part.mapped(lambda leaf: leaf if leaf.k is not None else replace(leaf, k=k)) for part in parts)
+    return replace(spec, k=k, parts=parts, options=tuple((key, _frozen(value)) for key, value in options.items()))
 
 
 def _entry_k(value: object, spec: DraftSpec) -> int:

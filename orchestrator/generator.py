@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, overload
 
@@ -196,11 +197,7 @@ class SpeculativeGenerator:
 
     def steps(self, queue: RequestQueue) -> StepStream:
         """Serve a queue, with all outputs of a step together; see `paceline.engine.engine.Engine.run`."""
-
-        def begin(statistics: Statistics) -> Generator[list[RequestOutput], None, None]:
-            return self._run(queue, statistics)
-
-        return HeldStream(self, begin)
+        return HeldStream(self, partial(self._run, queue))
 
     def compile(self, *, kinds: Sequence[str] = COMPILED_KINDS) -> None:
         """Make every graph that a call without logits processors needs, so that no call waits for one.

@@ -61,11 +61,17 @@ def loadable(path: str | os.PathLike[str], load: LoadOptions) -> Loadable:
 def request_limits(target: Loadable | CompiledDecoder, rule: AcceptanceRule) -> TargetLimits:
     """Return the limits of a target for requests, as set by its configuration and the acceptance rule."""
     config = target.config
+    refusal: str | None = None
+    if not rule.on_host:
+        refusal = (
+            f"acceptance by {rule.name!r} decides on the device, without logits processors and scores; leave them out, "
+            "or use acceptor='match'"
+        )
     return TargetLimits(
         config.vocab_size,
         target.options.n_positions,
         tuple(config.eos_token_ids),
-        host_refusal=host_refusal(rule),
+        host_refusal=refusal,
         grammars=_grammars(config.vocab_size),
     )
 
@@ -74,13 +80,3 @@ def request_limits(target: Loadable | CompiledDecoder, rule: AcceptanceRule) -> 
 def _grammars(vocab_size: int) -> GrammarCompiler:
     """Return the compiler shared by all targets of a size: a grammar compiled for a check is reused by the run."""
     return GrammarCompiler(vocab_size)
-
-
-def host_refusal(rule: AcceptanceRule) -> str | None:
-    """Return why no token can be decided on the host under this rule; None = it can."""
-    if rule.on_host:
-        return None
-    return (
-        f"acceptance by {rule.name!r} decides on the device, without logits processors and scores; leave them out, or "
-        "use acceptor='match'"
-    )

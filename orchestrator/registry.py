@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 Needs = Literal["choices", "probs", "both"]
@@ -78,6 +79,18 @@ class RuleRow:
     warning: str = ""
 
 
+_ModelRow = partial(
+    DrafterRow,
+    given_as="folder",
+    trees=True,
+    draws=True,
+    fused=True,
+    masks=True,
+    ladder="chains",
+    options="paceline.draft.options:ModelOptions",
+)
+_HeadsRow = partial(DrafterRow, given_as="folder", trees=True, fused=True, ladder="chains", listable=False)
+
 DRAFTERS: dict[str, DrafterRow] = {
     row.name: row
     for row in (
@@ -86,100 +99,56 @@ DRAFTERS: dict[str, DrafterRow] = {
         DrafterRow(
             "suffix", "paceline.draft.suffix:SuffixDrafter", "longest repetition of the text's end", given_as="name"
         ),
-        DrafterRow(
+        _ModelRow(
             "model",
             "paceline.draft.model:ModelDrafter",
             "a smaller model with the target's tokenizer",
-            given_as="folder",
-            trees=True,
-            draws=True,
-            fused=True,
-            masks=True,
-            ladder="chains",
-            options="paceline.draft.options:ModelOptions",
         ),
-        DrafterRow(
+        _ModelRow(
             "pard",
             "paceline.draft.pard:PardDrafter",
             "a PARD model, which drafts all tokens in one pass",
-            given_as="folder",
-            trees=True,
-            draws=True,
-            fused=True,
-            masks=True,
-            ladder="chains",
-            options="paceline.draft.options:ModelOptions",
         ),
-        DrafterRow(
+        _HeadsRow(
             "medusa",
             "paceline.medusa.drafter:MedusaDrafter.from_pretrained",
             "Medusa heads",
-            given_as="folder",
-            trees=True,
-            fused=True,
-            ladder="chains",
-            listable=False,
             check="paceline.medusa.tree:draft_shape",
         ),
-        DrafterRow(
+        _HeadsRow(
             "eagle",
             "paceline.eagle.drafter:EagleDrafter.from_pretrained",
             "an EAGLE head: 1, 2, 3, 3.1 or P-EAGLE",
-            given_as="folder",
-            trees=True,
             draws=True,
-            fused=True,
-            ladder="chains",
-            listable=False,
             check="paceline.eagle.formats:draft_shape",
         ),
-        DrafterRow(
+        _HeadsRow(
             "dflash",
             "paceline.draft.dflash.drafter:DFlashDrafter.from_pretrained",
             "a DFlash, DFlash 2 or DSpark head",
-            given_as="folder",
-            trees=True,
             draws=True,
-            fused=True,
-            ladder="chains",
-            listable=False,
             check="paceline.draft.dflash.config:draft_shape",
         ),
-        DrafterRow(
+        _HeadsRow(
             "mtp",
             "paceline.draft.mtp:MtpDrafter.from_pretrained",
             "an MTP layer, of the target's own checkpoint or of speculators",
-            given_as="folder",
-            trees=True,
-            fused=True,
-            ladder="chains",
-            listable=False,
             check="paceline.draft.mtp:draft_shape",
             options="paceline.draft.options:TreeOptions",
             marks=(("speculators_model_type", "mtp"), ("num_nextn_predict_layers", None), ("num_mtp_layers", None)),
         ),
-        DrafterRow(
+        _HeadsRow(
             "mlp_speculator",
             "paceline.draft.mlp_speculator:MlpSpeculatorDrafter.from_pretrained",
             "IBM's MLP speculator",
-            given_as="folder",
-            trees=True,
-            fused=True,
-            ladder="chains",
-            listable=False,
             check="paceline.draft.mlp_speculator:draft_shape",
             options="paceline.draft.options:TreeOptions",
             marks=(("model_type", "mlp_speculator"),),
         ),
-        DrafterRow(
+        _HeadsRow(
             "gemma4_assistant",
             "paceline.draft.gemma4_assistant:AssistantDrafter.from_pretrained",
             "Gemma 4's assistant, which reads the target's cache",
-            given_as="folder",
-            trees=True,
-            fused=True,
-            ladder="chains",
-            listable=False,
             check="paceline.draft.gemma4_assistant:draft_shape",
             options="paceline.draft.options:TreeOptions",
             marks=(("model_type", "gemma4_assistant"), ("model_type", "gemma4_unified_assistant")),
@@ -262,20 +231,10 @@ ACCEPTANCE_RULES: dict[str, RuleRow] = {
     )
 }
 
-_GIVEN = frozenset(
-    {
-        "batch_size",
-        "confidence",
-        "confidence_threshold",
-        "drawn",
-        "eos",
-        "k",
-        "mask",
-        "progress",
-        "tokenizers",
-        "vocabulary",
-    }
-)
+_GIVEN = frozenset({
+    "batch_size", "confidence", "confidence_threshold", "drawn", "eos", "k", "mask", "progress", "tokenizers",
+    "vocabulary",
+})  # fmt: skip
 """Keyword-only parameters that the target and the generator's options set."""
 
 

@@ -10,9 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.config import VOCABULARIES
 from paceline.core.detokenizer import Tokenizer, plain_text
-from paceline.core.errors import CheckpointError, ConfigurationError, PairingError
+from paceline.core.errors import CheckpointError, PairingError
 from paceline.decoder.json_fields import read_json_object
 from paceline.decoder.weights.folder import is_gguf
 from paceline.decoder.weights.hub import checkpoint_path
@@ -50,16 +49,10 @@ def between(
 
     Raises:
         PairingError: the two do not fit together in this way.
-        ConfigurationError: the kind does not exist.
     """
     from paceline.draft.retokenizing import TokenizerPair
     from paceline.draft.vocab_map import IntersectionVocabMap, VocabMap
 
-    if not isinstance(kind, TokenizerPair) and kind not in VOCABULARIES:
-        raise ConfigurationError(
-            f"vocabulary: expected {', '.join(map(repr, VOCABULARIES))}, or TokenizerPair(target=..., draft=...), got "
-            f"{kind!r}; use one of them"
-        )
     check(draft, target, kind)
     sizes = (target.config.vocab_size, draft.config.vocab_size)
     if isinstance(kind, TokenizerPair):

@@ -127,7 +127,7 @@ def traced() -> Iterator[Trace]:
         if frame.f_code.co_qualname == STEP:
             if event == "call" and not inside[0]:
                 trace.first_step = len(trace.calls) if trace.first_step is None else trace.first_step
-                trace.calls.append((relative(file), name_of(frame)))
+                trace.calls.append((relative(file), frame.f_code.co_qualname))
             inside[0] += 1 if event == "call" else -1
         elif event == "call" and not inside[0]:
             note(trace, frame)
@@ -151,12 +151,7 @@ def note(trace: Trace, frame: FrameType) -> None:
     # runs when a module is loaded, as bodies of classes do, is no function.
     named = "<" not in code.co_name + code.co_filename and code.co_flags & CO_OPTIMIZED
     if named and str(frame.f_globals.get("__name__")).startswith("paceline"):
-        trace.calls.append((relative(code.co_filename), name_of(frame)))
-
-
-def name_of(frame: FrameType) -> str:
-    """The function with its class, where Python knows it (from 3.11 on)."""
-    return str(getattr(frame.f_code, "co_qualname", frame.f_code.co_name))
+        trace.calls.append((relative(code.co_filename), frame.f_code.co_qualname))
 
 
 def type_of(frame: FrameType) -> str | None:

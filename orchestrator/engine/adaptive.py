@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Self
 
 from paceline.core.types import RoundLimits, RoundResult
 
@@ -72,6 +72,49 @@ _UNSHARED = 0.5
 """Share of the time between the shortest and the longest length that is taken for the time of their rows, until rounds
 of one length with other numbers of rows tell it.
 """
+
+
+class History:
+    """Fates of drafts by position, of one request or of all, decayed.
+
+    Only positions whose predecessors were accepted count. What was drafted after a rejected token is left out: it tells
+    of the noise that later drafts are drawn with, and a choice by it would change the law of rejection sampling.
+
+    hits, tries  of proposed tokens: accepted, and all
+    asked        of the drafter, and of these ``proposed``
+    """
+
+    def __init__(self, positions: int) -> None:
+        self.hits, self.tries = [0.0] * positions, [0.0] * positions
+        self.asked = self.proposed = 0.0
+
+    def fade(self) -> None:
+        """Let a round pass: what is long ago counts less, also of a request that got no row."""
+        self.hits, self.tries = [DECAY * x for x in self.hits], [DECAY * x for x in self.tries]
+        self.asked, self.proposed = DECAY * self.asked, DECAY * self.proposed
+
+    def count(self, asked: int, proposed: int, accepted: int) -> None:
+        decided = min(asked, accepted + 1)
+        self.asked, self.proposed = self.asked + decided, self.proposed + min(proposed, decided)
+        for place in range(min(proposed, decided)):
+            self.tries[place] += 1
+            self.hits[place] += place < accepted
+
+    def beliefs(self) -> list[float]:
+        """Return the acceptance of a proposed token at each position, if those before it are accepted."""
+        found, (belief, worth) = [], PRIOR  # an unknown position has the value of the one before: it changes slowly
+        for hits, tries in zip(self.hits, self.tries, strict=True):
+            belief = (hits + belief * worth) / (tries + worth)
+            found.append(belief)
+        return found
+
+    def standing(self, beliefs: Sequence[float], share: float, deepest: int) -> tuple[list[float], float]:
+        """Return an entry of `DraftLengthController.standing`; ``beliefs`` and ``share`` are those of all requests."""
+        found, chance = list[float](), 1.0
+        for hits, tries, belief in zip(self.hits[:deepest], self.tries, beliefs, strict=False):
+            chance *= (hits + belief * REQUEST_PRIOR) / (tries + REQUEST_PRIOR)
+            found.append(chance)
+        return found, (self.proposed + share * REQUEST_PRIOR) / (self.asked + REQUEST_PRIOR)
 
 
 @dataclass(slots=True)
@@ -172,9 +215,6 @@ class Rest:
     tried: int = 0
 
 
-ControllerSelf = TypeVar("ControllerSelf", bound="DraftLengthController")
-
-
 class DraftLengthController:
     """Chooses one of ``draft_lengths`` (ascending, 0 = no draft) for the rounds that come next.
 
@@ -194,7 +234,7 @@ class DraftLengthController:
 
     def __init__(self, draft_lengths: tuple[int, ...]) -> None:
         self.draft_lengths = draft_lengths
-        self._hits, self._tries = [0.0] * draft_lengths[-1], [0.0] * draft_lengths[-1]
+        self._history = History(draft_lengths[-1])  # siblings share it
         self._begin()
 
     def _begin(self) -> None:
@@ -204,7 +244,7 @@ class DraftLengthController:
         self._recorded: list[tuple[int, list[int], list[int], float | None, int]] = []
         self._rest = Rest()
 
-    def sibling(self: ControllerSelf) -> ControllerSelf:
+    def sibling(self) -> Self:
         """Return a controller for rounds of other costs: it shares the acceptance statistics, and has no times yet."""
         sibling = copy.copy(self)
         sibling._begin()
@@ -274,10 +314,7 @@ class DraftLengthController:
         """
         self._learn()
         standing, expected = 1.0, [1.0]
-        belief, worth = PRIOR
-        for hits, tries in zip(self._hits[:deepest], self._tries, strict=False):
-            # An unknown position takes the value of the one before it: acceptance changes slowly with depth.
-            belief = (hits + belief * worth) / (tries + worth)
+        for belief in self._history.beliefs()[:deepest]:
             standing *= belief
             expected.append(expected[-1] + standing)
         return expected
@@ -307,64 +344,15 @@ class DraftLengthController:
                 if self._rest.tried == TRIAL_ROUNDS or 2 * sum(accepted) < sum(requested):
                     self._rest = Rest(after=min(2 * self._rest.after, PROBE_AFTER[1]))
             if any(requested):
-                self._count(requested, accepted)
+                self._history.fade()
+                for asked, stood in zip(requested, accepted, strict=True):
+                    self._history.count(asked, asked, stood)
         self._recorded = []
-
-    def _count(self, requested: list[int], accepted: list[int]) -> None:
-        self._hits[:] = [DECAY * x for x in self._hits]  # in place: siblings share them
-        self._tries[:] = [DECAY * x for x in self._tries]
-        for requested_here, accepted_here in zip(requested, accepted, strict=True):
-            for place in range(min(requested_here, accepted_here + 1)):  # after the first rejection nothing was decided
-                self._tries[place] += 1
-                self._hits[place] += place < accepted_here
 
 
 def _middle(numbers: list[float]) -> float:
     """The median; the larger one of the middle two."""
     return sorted(numbers)[len(numbers) // 2]
-
-
-class History:
-    """Fates of drafts by position, of one request or of all, decayed.
-
-    Only positions whose predecessors were accepted count. What was drafted after a rejected token is left out: it tells
-    of the noise that later drafts are drawn with, and a choice by it would change the law of rejection sampling.
-
-    hits, tries  of proposed tokens: accepted, and all
-    asked        of the drafter, and of these ``proposed``
-    """
-
-    def __init__(self, positions: int) -> None:
-        self.hits, self.tries = [0.0] * positions, [0.0] * positions
-        self.asked = self.proposed = 0.0
-
-    def fade(self) -> None:
-        """Let a round pass: what is long ago counts less, also of a request that got no row."""
-        self.hits, self.tries = [DECAY * x for x in self.hits], [DECAY * x for x in self.tries]
-        self.asked, self.proposed = DECAY * self.asked, DECAY * self.proposed
-
-    def count(self, asked: int, proposed: int, accepted: int) -> None:
-        decided = min(asked, accepted + 1)
-        self.asked, self.proposed = self.asked + decided, self.proposed + min(proposed, decided)
-        for place in range(min(proposed, decided)):
-            self.tries[place] += 1
-            self.hits[place] += place < accepted
-
-    def beliefs(self) -> list[float]:
-        """Return the acceptance of a proposed token at each position, if those before it are accepted."""
-        found, (belief, worth) = [], PRIOR
-        for hits, tries in zip(self.hits, self.tries, strict=True):
-            belief = (hits + belief * worth) / (tries + worth)
-            found.append(belief)
-        return found
-
-    def standing(self, beliefs: Sequence[float], share: float, deepest: int) -> tuple[list[float], float]:
-        """Return an entry of `DraftLengthController.standing`; ``beliefs`` and ``share`` are those of all requests."""
-        found, chance = list[float](), 1.0
-        for hits, tries, belief in zip(self.hits[:deepest], self.tries, beliefs, strict=False):
-            chance *= (hits + belief * REQUEST_PRIOR) / (tries + REQUEST_PRIOR)
-            found.append(chance)
-        return found, (self.proposed + share * REQUEST_PRIOR) / (self.asked + REQUEST_PRIOR)
 
 
 class Pace:
@@ -407,11 +395,6 @@ class Pace:
         if slot in self._lagging:
             self._lagging.remove(slot)
             self._lagging.add(to)
-
-    @property
-    def fills(self) -> set[int]:
-        """Fills that rounds had so far, each the next power of two."""
-        return set(self._by_fill)
 
     def at(self, seated: int) -> DraftLengthController:
         """Return the controller for rounds with ``seated`` requests."""

@@ -16,7 +16,7 @@ from paceline.core.errors import ConfigurationError, PromptError, SamplingError
 from paceline.core.protocols import Processor
 from paceline.core.sampling import Sampling
 from paceline.engine.sampling_params import SamplingParams, is_tensor, processor_list, shown
-from paceline.engine.stopping import Criterion, no_scores, reads_scores
+from paceline.engine.stopping import Criterion
 from paceline.text.stop_strings import StopStrings
 from paceline.text.structured_output import Grammar, GrammarCompiler, StructuredOutput
 
@@ -151,7 +151,7 @@ class Request:
         _check_lists_and_drafter(params, len(rows), limits.drafters)
         stop_strings = None if params.stop_strings is None else _stop_strings(params)
         end_ids = _end_ids(params, limits)
-        criteria = _criteria(params.stopping_criteria_list) if params.stopping_criteria_list else ()
+        criteria = tuple(params.stopping_criteria_list or ())
         changed = any(getattr(params, name) != unset for name, unset in _LOGITS_FIELDS.items())
         rules = _rules(params, limits, end_ids) if changed else None
         prediction = _prediction(params, limits) if params.prediction else ()
@@ -212,12 +212,6 @@ def _stop_strings(params: SamplingParams) -> StopStrings | None:
     if stop_strings is not None and not hasattr(params.tokenizer, "decode"):
         raise SamplingError("stop_strings: expected a tokenizer that decodes, got none; pass tokenizer=...")
     return stop_strings
-
-
-def _criteria(given: Sequence[Criterion]) -> tuple[Criterion, ...]:
-    if (reader := next(filter(reads_scores, given), None)) is not None:
-        raise no_scores(reader)
-    return tuple(given)
 
 
 def _check_ids(name: str, ids: Iterable[int], limits: TargetLimits, *, remedy: str) -> None:

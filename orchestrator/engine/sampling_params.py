@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, Literal, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from paceline.core.detokenizer import Decodes
 from paceline.core.errors import ContextError, PromptError, SamplingError
@@ -53,23 +53,14 @@ _PLURALS = {"True or False": "truth values", "an integer": "integers", "a string
 class _Kind:
     """Allowed values of a keyword.
 
-    one       name of such a value, for messages
+    one       name of such a value, a key of `_CHECKS`
     optional  None is possible
     listed    a list or tuple of such values is possible
     also      a class whose objects are possible
     least, most   of a number; None = any
     """
 
-    one: Literal[
-        "True or False",
-        "an integer",
-        "a number",
-        "a string",
-        "a list of callables",
-        "a mapping of ids to numbers",
-        "a string or a list of integers",
-        "a StructuredOutput",
-    ]
+    one: str
     optional: bool = False
     listed: bool = False
     also: type | None = None

@@ -21,10 +21,8 @@ from typing import Any
 from paceline.core.detokenizer import Tokenizer
 from paceline.core.errors import PromptError
 from paceline.experiments.config import PromptLayout, PromptSet, digest
-from paceline.text.chat import chat_ids
+from paceline.text.chat import ChatMessage, chat_ids
 from paceline.text.tokenizer import prompt_ids
-
-Message = Mapping[str, str]
 
 _TEMPLATE_MARKERS = ("<|im_start|>", "<|start_header_id|>", "[INST]", "<|user|>", "<start_of_turn>", "<|assistant|>")
 _THINK = ("<think>", "<|think|>", "<thinking>")
@@ -46,7 +44,7 @@ class RawPrompt:
 
     key: str
     category: str
-    messages: tuple[Message, ...]
+    messages: tuple[ChatMessage, ...]
     question: bool
     later_turns: int = 0
 
@@ -85,7 +83,7 @@ def load_prompts(chosen: PromptSet, tokenizer: Tokenizer, vocab_size: int) -> Pr
     rows = []
     for row in raw:
         if chat:
-            system: list[Message] = [{"role": "system", "content": chosen.system}] if chosen.system else []
+            system: list[ChatMessage] = [{"role": "system", "content": chosen.system}] if chosen.system else []
             ids = chat_ids(tokenizer, [*system, *row.messages])
         else:
             ids = prompt_ids(tokenizer, row.messages[-1]["content"], f"prompt {row.key} of {chosen.path}")
@@ -214,7 +212,7 @@ def _are_messages(value: object) -> bool:
     return shaped and any(m["role"] == "user" for m in value)
 
 
-def _user(text: str) -> tuple[Message, ...]:
+def _user(text: str) -> tuple[ChatMessage, ...]:
     return ({"role": "user", "content": text},)
 
 

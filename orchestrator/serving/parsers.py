@@ -59,13 +59,13 @@ class Parser:
         return Delta()
 
 
-State = Callable[[], Delta]
+ParserState = Callable[[], Delta]
 
 
 class StateParser(Parser):
     """Parser with several states, each a method that takes the certain part of the held text and returns its kind."""
 
-    def __init__(self, first: State) -> None:
+    def __init__(self, first: ParserState) -> None:
         self._held = ""  # text that no state has taken
         self._state = first
 
@@ -82,7 +82,7 @@ class StateParser(Parser):
         piece, self._held = self._held[:size], "" if size is None else self._held[size:]
         return piece
 
-    def _take_until(self, marker: str, then: State) -> str:
+    def _take_until(self, marker: str, then: ParserState) -> str:
         """Take the text that is certainly before a marker, and the marker itself; its state follows."""
         place = self._held.find(marker)
         piece = self._take(place if place >= 0 else len(self._held) - overlap(self._held, marker))
@@ -91,7 +91,7 @@ class StateParser(Parser):
             self._state = then
         return piece
 
-    def _take_arguments(self, value: JsonValue, then: State) -> Delta:
+    def _take_arguments(self, value: JsonValue, then: ParserState) -> Delta:
         """Take what has come of a call's arguments; the state after them follows."""
         end = value.end(self._held)
         piece = self._take(end)
@@ -262,7 +262,7 @@ class _JsonCallsParser(StateParser):
     arguments}.
     """
 
-    def __init__(self, between: State, *, keyed: bool = False) -> None:
+    def __init__(self, between: ParserState, *, keyed: bool = False) -> None:
         super().__init__(between)
         self._between, self._keyed, self._call = between, keyed, _JsonCall(keyed=keyed)
 

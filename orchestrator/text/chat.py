@@ -9,7 +9,7 @@ from typing import Any
 from paceline.core.detokenizer import Tokenizer
 from paceline.core.errors import PromptError
 
-Message = Mapping[str, str]
+ChatMessage = Mapping[str, str]
 _WORD = "paceline-probe-"
 
 
@@ -28,9 +28,7 @@ def roles_in_parts(tokenizer: Tokenizer) -> frozenset[str]:
 
 
 def for_template(messages: Sequence[Mapping[str, Any]], in_parts: Collection[str]) -> list[dict[str, Any]]:
-    """Return messages with contents as strings, in the form that the model's template reads. ``in_parts``: see
-    `roles_in_parts`.
-    """
+    """Return messages with contents as strings in the template's form. ``in_parts``: see `roles_in_parts`."""
     return [
         {**message, "content": [{"type": "text", "text": message["content"]}]}
         if message["role"] in in_parts
@@ -47,7 +45,7 @@ def _rendered(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> str:
         return ""
 
 
-def chat_ids(tokenizer: Tokenizer, messages: Sequence[Message], *, complete: bool = False) -> list[int]:
+def chat_ids(tokenizer: Tokenizer, messages: Sequence[ChatMessage], *, complete: bool = False) -> list[int]:
     """Return the ids of a conversation, with the beginning of the assistant's next turn unless it is ``complete``.
     Messages are {"role", "content"}.
 
@@ -67,7 +65,7 @@ def chat_ids(tokenizer: Tokenizer, messages: Sequence[Message], *, complete: boo
     return list(chat_tokenizer.encode(text, add_special_tokens=False))
 
 
-def chat_answers(tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
+def chat_answers(tokenizer: Tokenizer, messages: Sequence[ChatMessage]) -> tuple[list[int], list[bool]]:
     """Return the ids of a conversation that an assistant's turn ends, and which of them are of its answers, the token
     that ends one included.
 
@@ -103,7 +101,7 @@ class Conversation:
     tokenizer: Tokenizer
     room: int
     system: str | None = None
-    turns: list[Message] = field(default_factory=list)
+    turns: list[ChatMessage] = field(default_factory=list)
 
     def ask(self, text: str) -> tuple[list[int], int]:
         """Add a question. -> its prompt's ids, and how many messages at the beginning were dropped to fit the context
@@ -111,7 +109,7 @@ class Conversation:
         Raises:
             PromptError: it is too long by itself, or the template rejects it. Then it is not added.
         """
-        turns: list[Message] = [*self.turns, {"role": "user", "content": text}]
+        turns: list[ChatMessage] = [*self.turns, {"role": "user", "content": text}]
         for forgotten in range(0, len(turns), 2):  # a question and its answer at a time
             ids = chat_ids(self.tokenizer, [*self._first(), *turns[forgotten:]])
             if len(ids) <= self.room:
@@ -129,5 +127,5 @@ class Conversation:
     def clear(self) -> None:
         self.turns.clear()
 
-    def _first(self) -> list[Message]:
+    def _first(self) -> list[ChatMessage]:
         return [] if self.system is None else [{"role": "system", "content": self.system}]

@@ -9,10 +9,9 @@ drafted token: xgrammar 0.2.8 omits those after an end token. `paceline.text.row
 from __future__ import annotations
 
 import json
-import threading
-from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from paceline.core.errors import SamplingError
@@ -100,9 +99,6 @@ class StructuredOutput:
 
 _KEPT = 64
 """Number of compiled grammars, and of tokenizers, cached for later requests."""
-
-_Key = tuple[int, str, str, ReasoningMarkers | None, frozenset[int]]
-"""Key of a compiled grammar: identity of the tokenizer, the constraint, and the eos ids."""
 
 
 class Grammar:
@@ -201,29 +197,23 @@ class GrammarCompiler:
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._lock = threading.Lock()
-        self._tokenizers: OrderedDict[int, tuple[object, LLTokenizer]] = OrderedDict()
-        self._grammars: OrderedDict[_Key, Grammar] = OrderedDict()
+        self._words = lru_cache(_KEPT)(self._read_words)
+        self._compiled = lru_cache(_KEPT)(self._compile)
 
     def compile(self, requested: StructuredOutput, tokenizer: object, *, eos: frozenset[int]) -> Grammar:
         """Return the grammar of a request; SamplingError: it cannot be compiled, or not for this tokenizer."""
-        key = (id(tokenizer), requested.kind, requested.source, requested.after, eos)
-        with self._lock:
-            if (known := self._grammars.get(key)) is not None:
-                self._grammars.move_to_end(key)
-                return known
-            words = self._words(tokenizer)
-        grammar = Grammar(_matcher(requested, words, tokenizer), vocab_size=self._vocab_size, eos=eos)
-        with self._lock:
-            self._grammars[key] = grammar
-            if len(self._grammars) > _KEPT:
-                self._grammars.popitem(last=False)
-        return grammar
+        if isinstance(requested.value, Mapping):  # which cannot be looked up
+            requested = replace(requested, value=requested.source)
+        elif isinstance(requested.value, list):
+            requested = replace(requested, value=tuple(requested.value))
+        return self._compiled(requested, tokenizer, eos)
 
-    def _words(self, tokenizer: object) -> LLTokenizer:
-        """The tokenizer's words as bytes. It is kept too, so that no other gets its identity."""
-        if (known := self._tokenizers.get(id(tokenizer))) is not None:
-            return known[1]
+    def _compile(self, requested: StructuredOutput, tokenizer: object, eos: frozenset[int]) -> Grammar:
+        matcher = _matcher(requested, self._words(tokenizer), tokenizer)
+        return Grammar(matcher, vocab_size=self._vocab_size, eos=eos)
+
+    def _read_words(self, tokenizer: object) -> LLTokenizer:
+        """The tokenizer's words as bytes."""
         from llguidance import LLTokenizer
 
         backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -237,12 +227,7 @@ class GrammarCompiler:
         unpadded.no_truncation()
         size = max(self._vocab_size, unpadded.get_vocab_size(with_added_tokens=True))
         eos = getattr(tokenizer, "eos_token_id", None)
-        words = LLTokenizer(unpadded.to_str(), n_vocab=size, eos_token=0 if eos is None else eos)
-        self._tokenizers[id(tokenizer)] = (tokenizer, words)
-        if len(self._tokenizers) > _KEPT:
-            self._tokenizers.popitem(last=False)
-            self._grammars.clear()  # another tokenizer may get its identity from now on
-        return words
+        return LLTokenizer(unpadded.to_str(), n_vocab=size, eos_token=0 if eos is None else eos)
 
 
 def _matcher(requested: StructuredOutput, words: LLTokenizer, tokenizer: object) -> LLMatcher:

@@ -38,14 +38,12 @@ class CoreRequest:
     """Request for the cores of one worker.
 
     actor              name of the request, or the full name of a running actor
-    degree             number of cores
-    preferred          range of the plan; another one is assigned if that is in use
+    preferred          range of the plan; another one of its length is assigned if that is in use
     startup_timeout_s  seconds in which the worker must exist; otherwise the request expires, since its caller may
                        have died
     """
 
     actor: str
-    degree: int
     preferred: CoreRange
     startup_timeout_s: float = STARTUP_TIMEOUT_S
 
@@ -108,23 +106,19 @@ class CoreAllocator:
             self._deadlines.pop(name, None)
 
     def claim(self, node: str, instance: Instance, requests: Sequence[CoreRequest]) -> list[CoreRange]:
-        """Assign ranges on a node of type ``instance`` to workers that start together: all of them or none.
-
-        Raises:
-            PlanError: not enough cores are free.
-        """
+        """Assign ranges on a node of type ``instance`` to workers that start together; PlanError: not all fit."""
         self._forget_dead()
         names = {request.actor for request in requests}  # a request that is repeated after a fault replaces itself
         taken = {name: cores for name, cores in self._taken.get(node, {}).items() if name not in names}
         ranges = []
         for request in requests:
-            used = list(taken.values())
-            free = request.preferred in free_runs(instance, used, request.degree)
-            cores = request.preferred if free else best_fit(instance, used, request.degree)
+            used, degree = list(taken.values()), len(request.preferred)
+            free = request.preferred in free_runs(instance, used, degree)
+            cores = request.preferred if free else best_fit(instance, used, degree)
             if cores is None:
                 left = fragmentation(instance, used)
                 raise PlanError(
-                    f"{left.free} cores are free on node {node[:8]}, but not {request.degree} aligned ones in a "
+                    f"{left.free} cores are free on node {node[:8]}, but not {degree} aligned ones in a "
                     "row; stop a model, or start this one on another node"
                 )
             taken[request.actor] = cores
@@ -250,9 +244,7 @@ def call_allocator(method: str, *arguments: object, timeout: float) -> Any:
 
 
 def give_back(actors: Sequence[str], timeout: float) -> None:
-    """Free the cores of these workers, which have ended. Without an allocator, do nothing: a new one reads the living
-    workers.
-    """
+    """Free the cores of these workers, which have ended. A new allocator would read the living ones."""
     with suppress(ValueError, ray.exceptions.RayError):
         ray.get(ray.get_actor(NAME, NAMESPACE).release.remote(actors), timeout=timeout)
 

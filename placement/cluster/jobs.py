@@ -35,7 +35,6 @@ log = logging.getLogger("paceline")
 
 _PLACE_S = 30.0  # to find a node
 _START_S = STARTUP_TIMEOUT_S  # until a worker runs
-_EXEC_S = 600.0  # for one execution on a NeuronCore
 _TRIES = 2
 _HERE = "local"
 
@@ -181,11 +180,11 @@ class JobWorkers(AbstractContextManager["JobWorkers"]):
         machine = _machine(node, self._degree)
         request = f"{WORKERS}cell-{secrets.token_hex(4)}"
         first = CoreRange(0, self._degree - 1)
-        (cores,) = call_allocator("claim", node, machine, [CoreRequest(request, self._degree, first)], timeout=_START_S)
+        (cores,) = call_allocator("claim", node, machine, [CoreRequest(request, first)], timeout=_START_S)
         name = worker_name(request, node, cores)
         self._claimed += [request, name]
         cpus = cpus_of(machine, cores) if machine.sdk else (cores.first, cores.last)
-        env = environment.planned(machine, cores, label="cell", threads=cpus[1] - cpus[0] + 1, timeout=_EXEC_S)
+        env = environment.planned(machine, cores, label="cell", threads=cpus[1] - cpus[0] + 1)
         actor = ray.remote(_JobWorker).options(
             name=name, namespace=NAMESPACE, num_cpus=0, resources={RESOURCE: self._degree}, max_restarts=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),

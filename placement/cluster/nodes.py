@@ -62,10 +62,6 @@ def host_names() -> dict[str, str]:
     return {str(item["NodeID"]): str(item["NodeManagerHostname"]) for item in ray.nodes()}
 
 
-def lives(node: str) -> bool:
-    return node in living()
-
-
 def tcp_address(node: str) -> Address:
     """Return the node's address in the cluster's network, with a port that is free now."""
     host = next(str(item["NodeManagerAddress"]) for item in ray.nodes() if item["NodeID"] == node)

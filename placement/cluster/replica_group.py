@@ -120,7 +120,7 @@ class ReplicaGroup:
             here = [
                 pair for pair, at in zip(zip(names, self._placements, strict=True), where, strict=True) if at == node
             ]
-            requests = [CoreRequest(name, len(item.cores), item.cores, timeout) for name, item in here]
+            requests = [CoreRequest(name, item.cores, timeout) for name, item in here]
             ranges = call_allocator("claim", node, instance, requests, timeout=timeout)
             for (name, item), cores in zip(here, ranges, strict=True):
                 locations[item.label] = Location(worker_name(name, node, cores), node, cores)

@@ -83,7 +83,7 @@ def worker_specs(
         location, env, link = locations[item.label], item.env, None
         if location.cores != item.cores:
             threads = int(dict(env)["OMP_NUM_THREADS"])
-            env = environment.planned(instance, location.cores, label=item.label, threads=threads, timeout=item.timeout)
+            env = environment.planned(instance, location.cores, label=item.label, threads=threads)
         draft = next((one for one in placements if (item.name, item.replica) in one.drafts_for), None)
         if draft is not None:
             contract = DrafterContract(

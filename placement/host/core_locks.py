@@ -31,12 +31,7 @@ class CoreLocks:
         self._held: list[int] = []
 
     def acquire(self, timeout: float = 10.0) -> None:
-        """Lock every core; wait up to ``timeout`` seconds for a process that is ending. On failure, no core is locked.
-
-        Raises:
-            CoresBusyError: another process uses one.
-            WorkerError: another user can change the folder of the locks, or a lock is not a file of this user.
-        """
+        """Lock every core, or raise CoresBusyError; wait ``timeout`` seconds for a process that is ending."""
         folder = lock_folder() / self._node
         private(folder)
         deadline = monotonic() + timeout

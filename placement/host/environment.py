@@ -10,13 +10,7 @@ OMP_NUM_THREADS                    this process's share of the host's threads
 OMP_WAIT_POLICY                    PASSIVE for a process that computes alongside another one
 RAY_EXPERIMENTAL_NOSET_NEURON_RT_VISIBLE_CORES   Ray counts cores but must not choose them
 PACELINE_CORES                     the same range under Paceline's name, for a host without Neuron
-RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S and _TIMEOUT_S   set: time until Ray Serve replaces an unresponsive proxy
-RAY_SERVE_PROXY_GRACEFUL_SHUTDOWN_TIMEOUT_S   set: how long Ray Serve's controller waits for a proxy that it ends
-RAY_kill_worker_timeout_milliseconds   set: time until Ray kills a process that it asked to end
-RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS   set: Ray Serve ends an unresponsive replica without waiting for it
-RAY_SERVE_SLOW_STARTUP_WARNING_S   set: how long a new controller of Ray Serve waits for an existing replica
-RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD   set: whether Ray Serve runs our code in a separate event loop
-RAY_worker_niceness                set: the priority of Ray's worker processes, on the scale of nice
+RAY_SERVE_*, RAY_*                 set for a new cluster: `prepare_new_cluster` says why
 PACELINE_LOCKS                     read: folder of the locks of simulated cores; default below the temporary folder
 
 Also private folders below the temporary folder, which all users of a machine share. Another user may have put a folder
@@ -36,26 +30,25 @@ from paceline.core.errors import PlanError, WorkerError
 from paceline.placement.planning.core_range import CoreRange
 from paceline.placement.planning.instances import Instance
 
-FORCE_STOP = "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS"
-PROXY_CHECKS = ("RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S", "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S")
-_PROXY_CHECK_S = "3"
-PROXY_END = "RAY_SERVE_PROXY_GRACEFUL_SHUTDOWN_TIMEOUT_S"
-_PROXY_END_S = "1"
-KILL = "RAY_kill_worker_timeout_milliseconds"
-_KILL_MS = "2000"
-SLOW_START = "RAY_SERVE_SLOW_STARTUP_WARNING_S"
-_SLOW_START_S = "8"
-NICENESS = "RAY_worker_niceness"
-USER_THREAD = "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD"
+_NEW_CLUSTER = {
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
+    "RAY_worker_niceness": "0",
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_SERVE_SLOW_STARTUP_WARNING_S": "8",
+    "RAY_SERVE_PROXY_GRACEFUL_SHUTDOWN_TIMEOUT_S": "1",
+    "RAY_kill_worker_timeout_milliseconds": "2000",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "3",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "3",
+}
 FIRST_PORT = 62182
+EXECUTION_TIMEOUT_S = 600.0
+"""Seconds after which one execution counts as hung."""
 CORES = "NEURON_RT_VISIBLE_CORES"
 NOSET = "RAY_EXPERIMENTAL_NOSET_NEURON_RT_VISIBLE_CORES"
 _TAG_LENGTH = 32  # maximum length of NEURON_PROCESS_TAG, from neuron-monitor's guide
 
 
-def planned(
-    instance: Instance, cores: CoreRange, *, label: str, threads: int, timeout: float
-) -> tuple[tuple[str, str], ...]:
+def planned(instance: Instance, cores: CoreRange, *, label: str, threads: int) -> tuple[tuple[str, str], ...]:
     """Return the variables of a process on these cores. Its port follows from them, so running processes have different
     ones.
     """
@@ -63,7 +56,7 @@ def planned(
     if instance.sdk:
         variables |= {
             CORES: str(cores),
-            "NEURON_RT_EXEC_TIMEOUT": str(int(timeout)),
+            "NEURON_RT_EXEC_TIMEOUT": str(int(EXECUTION_TIMEOUT_S)),
             "NEURON_RT_STOCHASTIC_ROUNDING_EN": "0",
             "NEURON_PROCESS_TAG": f"paceline:{label}"[:_TAG_LENGTH],
         }
@@ -118,14 +111,8 @@ def prepare_new_cluster() -> None:
     (RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP): it does not carry items, and without it a request that is aborted while it
     is assigned may not be cancelled.
     """
-    os.environ.setdefault(FORCE_STOP, "1")
-    os.environ.setdefault(NICENESS, "0")
-    os.environ.setdefault(USER_THREAD, "0")
-    os.environ.setdefault(SLOW_START, _SLOW_START_S)
-    os.environ.setdefault(PROXY_END, _PROXY_END_S)
-    os.environ.setdefault(KILL, _KILL_MS)
-    for name in PROXY_CHECKS:
-        os.environ.setdefault(name, _PROXY_CHECK_S)
+    for name, value in _NEW_CLUSTER.items():
+        os.environ.setdefault(name, value)
 
 
 def check_unassigned() -> None:

@@ -61,11 +61,8 @@ class ReplicaGroupPlan:
 
 
 def plan_groups(models: Sequence[ModelSpec], instance: Instance) -> tuple[ReplicaGroupPlan, ...]:
-    """Return one group for each target of a models file. If capacity is too small for a target and its draft, it runs
-    without the draft (``undrafted``); the context is never cut.
-
-    Raises:
-        PlanError: a group does not fit the instance, even without its draft.
+    """Return one group for each target of a models file; PlanError if one does not fit, even without its draft. The
+    context is never cut.
     """
     groups = []
     with suppress(RoomError):  # one does not fit even alone: it is told below, or runs without its draft
@@ -184,20 +181,12 @@ def _place(
     group: ReplicaGroupPlan, taken: dict[str, list[CoreRange]], nodes: Mapping[str, Instance], *, copies: int
 ) -> bool:
     """Whether ``copies`` replicas fit on the nodes; their cores are added to ``taken``."""
+    models = [replace(item.model, replicas=1) for item in group.plan.placements]
     for _ in range(copies):
         for node, instance in nodes.items():
-            planned = _placed(group, instance, taken[node])
-            if planned is not None:
-                taken[node] += [item.cores for item in planned.placements]
+            with suppress(RoomError):
+                taken[node] += [item.cores for item in plan(models, instance, taken=taken[node]).placements]
                 break
         else:
             return False
     return True
-
-
-def _placed(group: ReplicaGroupPlan, instance: Instance, taken: Sequence[CoreRange]) -> Plan | None:
-    models = [replace(item.model, replicas=1) for item in group.plan.placements]
-    try:
-        return plan(models, instance, taken=taken)
-    except RoomError:
-        return None

@@ -34,7 +34,7 @@ are loaded, no weights.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -73,9 +73,8 @@ class _InProcessDraft:
     def footprint(self, target: ModelConfig, options: LoadOptions, target_degree: int) -> Footprint:
         """Return the bytes on each of the target's cores, in addition to the target's own.
 
-        Heads count as one more layer of the target with its own cache. They count as replicated on every core, as
-        Medusa's and small EAGLE heads are: a large EAGLE head is sharded and takes less. Scratch and programs are the
-        target's.
+        Heads count as one more layer of the target with its own cache, replicated on every core: a large EAGLE head
+        takes less. Scratch and programs are the target's.
         """
         if self.config is None:
             weights = self.file_bytes * NUMBER_BYTES[options.amp] // _STORED_BYTES
@@ -86,26 +85,6 @@ class _InProcessDraft:
         alike = replace(options, quantization=None, n_positions=positions, group_query_attention=None)
         own = footprint(self.config, alike, degree)
         return Footprint(own.weights, own.cache, 0)
-
-
-def _read_speculative(keys: Mapping[str, object], where: str, resolve: Callable[[str], Path]) -> SpeculativeConfig:
-    """Read the keys of a target for the drafter in its process. ``resolve``: from a path as written to a folder or a
-    GGUF file.
-    """
-    config = SpeculativeConfig(**keys)
-    for name in config.set_of(NOT_SERVED):
-        raise PlanError(f"{where}: {name} is for measurements and not for serving; omit it")
-
-    def located(path: str) -> str:
-        folder = resolve(path)
-        if not folder.is_dir() and not is_gguf(folder):
-            raise PlanError(
-                f"{where}: draft: expected a drafter's name or a folder, got {path!r}; correct it, or give {{path: "
-                "DIR}"
-            )
-        return str(folder)
-
-    return config.with_paths(located)
 
 
 def _adapted(config: SpeculativeConfig, drafts: Sequence[_InProcessDraft]) -> SpeculativeConfig:
@@ -199,9 +178,7 @@ class ModelEntry(Residency):
     replicas: pydantic.PositiveInt | None = None
 
     def spec(self, keys: Mapping[str, object], folder: Path, where: str) -> ModelSpec:
-        """Return the model with its configuration loaded; relative paths start at ``folder``. ``keys``: of
-        `LoadOptions` and `SpeculativeConfig`.
-        """
+        """Return the model with its configuration loaded. ``keys``: of `LoadOptions` and `SpeculativeConfig`."""
         config, home = _configuration(self, folder, where)
         options = LoadOptions.part_of(keys)
         if options.quantization == "gguf" and (home is None or not is_gguf(home)):
@@ -241,7 +218,20 @@ class ModelEntry(Residency):
                 raise PlanError(
                     f"{where}: k: expected a whole number of at least 1 for a draft, got {k!r:.80}; correct it"
                 )
-        return _read_speculative(keys, where, lambda path: _resolve(folder, path, where))
+        config = SpeculativeConfig(**keys)
+        for name in config.set_of(NOT_SERVED):
+            raise PlanError(f"{where}: {name} is for measurements and not for serving; omit it")
+
+        def located(path: str) -> str:
+            found = _resolve(folder, path, where)
+            if not found.is_dir() and not is_gguf(found):
+                raise PlanError(
+                    f"{where}: draft: expected a drafter's name or a folder, got {path!r}; correct it, or give {{path: "
+                    "DIR}"
+                )
+            return str(found)
+
+        return config.with_paths(located)
 
 
 class _ModelsFile(pydantic.BaseModel):
@@ -302,8 +292,10 @@ def models_of(entries: Sequence[object], *, folder: Path, where: str) -> tuple[M
                     raise PlanError(f"{where}: name: expected different names, got {entry.name!r} twice; rename one")
                 keys = {key: value for key, value in content.items() if value is not None and key not in own}
                 specs[entry.name] = entry.spec(keys, folder, place)
+        except PlanError:
+            raise
         except ConfigurationError as error:
-            raise error if isinstance(error, PlanError) else PlanError(f"{place}: {error}") from error
+            raise PlanError(f"{place}: {error}") from error
         parsed.append(entry)
     return tuple(_paired(entry, specs) for entry in parsed)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from paceline.placement.host.environment import EXECUTION_TIMEOUT_S
 from paceline.placement.planning.core_range import CoreRange, Fragmentation, fragmentation
 from paceline.placement.planning.footprint import Footprint
 from paceline.placement.planning.instances import Instance
@@ -20,7 +21,6 @@ class Placement:
     drafts_for  (name, replica) of the target that it serves; empty for a target
     env         variables that must be set before the process starts
     affinity    CPUs of the host it may use: first and last
-    timeout     seconds after which one execution counts as hung
     why         reason for the degree, if `auto` chose it
     """
 
@@ -31,7 +31,6 @@ class Placement:
     env: tuple[tuple[str, str], ...]
     affinity: tuple[int, int]
     drafts_for: tuple[tuple[str, int], ...] = ()
-    timeout: float = 600.0
     why: str = ""
 
     @property
@@ -60,7 +59,7 @@ class Placement:
             "cache_bytes": self.footprint.cache,
             "scratch_bytes": self.footprint.scratch,
             "cpus": list(self.affinity),
-            "timeout": self.timeout,
+            "timeout": EXECUTION_TIMEOUT_S,
             "why": self.why,
             "env": dict(self.env),
         }

@@ -31,7 +31,6 @@ from paceline.placement.planning.instances import Instance
 from paceline.placement.planning.model_specs import ModelSpec
 from paceline.placement.planning.plan import Placement, Plan
 
-_TIMEOUT = 600.0
 _NEURON = ("neuron", "neuron-native")
 _MIB = 1 << 20
 
@@ -168,11 +167,7 @@ def settled(models: Sequence[ModelSpec], instance: Instance, *, taken: Sequence[
 
 
 def plan(models: Sequence[ModelSpec], instance: Instance, *, taken: Sequence[CoreRange] = ()) -> Plan:
-    """Place all models on an instance where the ranges ``taken`` are already in use.
-
-    Raises:
-        PlanError: it cannot be done; the message names the rule. RoomError if only capacity is missing.
-    """
+    """Place all models on an instance where ``taken`` is in use; PlanError names the rule, RoomError: no capacity."""
     needs = _needs(models, instance, settled(models, instance, taken=taken))
     assigned = place(needs, instance, taken)
     by_cores = sorted(assigned, key=lambda pair: pair[1])
@@ -295,9 +290,9 @@ def _placement(instance: Instance, assigned: tuple[Need, CoreRange], *, share: i
     label = need.model.name if not need.replica else f"{need.model.name}.{need.replica}"
     first, last = cpus_of(instance, cores)
     threads = last - first + 1 if instance.sdk else share
-    env = environment.planned(instance, cores, label=label, threads=threads, timeout=_TIMEOUT)
+    env = environment.planned(instance, cores, label=label, threads=threads)
     because = why(need.model, instance, need.degree)
-    return Placement(need.model, need.replica, cores, need.footprint, env, (first, last), (), _TIMEOUT, because)
+    return Placement(need.model, need.replica, cores, need.footprint, env, (first, last), why=because)
 
 
 def check(plan: Plan) -> None:

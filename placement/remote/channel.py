@@ -266,9 +266,7 @@ class DueTime:
         self._pauses.append(seconds)
 
     def milliseconds(self, elapsed: float = 0.0) -> int:
-        """Return how long to wait before a rehearsal. ``elapsed``: seconds since the last message in the other
-        direction.
-        """
+        """Return how long to wait before a rehearsal; ``elapsed``: seconds since the last message of the other side."""
         return max(_MIN_WAIT_MS, int(1000 * (min(self._pauses, default=0.0) - _LEAD_S - elapsed)))
 
 
@@ -373,9 +371,7 @@ class RequestWarmer:
         self._last = None
 
     def replied(self, pause: float) -> None:
-        """Record that the reply is sent; ``pause`` seconds passed between the last reply and this request (0: not
-        known).
-        """
+        """Record that the reply is sent; ``pause``: seconds from the last reply to this request (0: not known)."""
         self._replied_at = perf_counter()
         if pause:
             self._due.observe(pause)

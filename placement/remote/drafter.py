@@ -69,12 +69,9 @@ class _Exchange:
         self._number += 1
         return self._number
 
-    def tell(self, message: messages.AddRequest, timeout: float) -> None:
-        self._send(message, timeout)
-
     def ask(self, request: messages.ProposeRequest, timeout: float) -> None:
         """Send a request whose reply may take ``timeout`` seconds, and wait until it is nearly due."""
-        self._send(request, timeout)
+        self.tell(request, timeout)
         self._sent_at, self._timeout, self._replied_at = monotonic(), timeout, None
         assert self._channel is not None
         self._warmer.wait(self._channel, timeout)
@@ -105,7 +102,8 @@ class _Exchange:
         self._replied_at = monotonic()
         return self._warmer.proposal(self._frame, reply, seconds=self._replied_at - self._sent_at)
 
-    def _send(self, message: messages.Request, timeout: float) -> None:
+    def tell(self, message: messages.TargetMessage, timeout: float) -> None:
+        """Send a message, within ``timeout`` seconds."""
         assert self._channel is not None, "nothing is sent without a connection"
         self._channel.send(messages.encode(message), timeout)
 
@@ -135,24 +133,6 @@ class CommitRows(NamedTuple):
         return CommitRows(tokens, counts, first_rows)
 
 
-class _Budget:
-    """Number of sequences per request.
-
-    most      lower after late replies, so that a reply is in time again
-    taken     number in the last request
-    left_out  slots left for later requests
-    """
-
-    def __init__(self) -> None:
-        self.most, self.taken, self.left_out = _ALL, 0, frozenset[int]()
-
-    def take(self, slots: list[int]) -> list[int]:
-        """Return the slots that the next request includes."""
-        taken, later = slots[: self.most], slots[self.most :]
-        self.taken, self.left_out = len(taken), frozenset(later)
-        return taken
-
-
 class SequenceTracker:
     """Sequences of a target's slots, and the tokens of each that the drafter's process has read.
 
@@ -163,6 +143,7 @@ class SequenceTracker:
     max_positions   the drafter does not follow longer sequences; None: it follows all
     sampling_known  the process knows the sampling parameters of the current requests
     prompt_pending  a prompt was sent that it may still be reading
+    left_out        slots whose sequence the process lacks, and which `missing` left for later requests
     """
 
     def __init__(self, max_positions: int | None) -> None:
@@ -170,16 +151,11 @@ class SequenceTracker:
         self._sequences: dict[int, list[int]] = {}
         self._read: dict[int, int] = {}  # slot -> tokens the process has read
         self._recorded: Commit | None = None  # not yet part of the sequences
-        self._in_flight: dict[int, int] = {}  # whether it has replied
+        self._in_flight: dict[int, int] = {}  # lengths in the last request
         self._acked = False  # it has replied
-        self._all_in_flight = False  # whether every sequence was part of that request
-        self._budget = _Budget()
+        self._most = self._taken = _ALL  # sequences to be read again in a request; in the last one
+        self.left_out = frozenset[int]()
         self.sampling_known = self.prompt_pending = False
-
-    @property
-    def left_out(self) -> frozenset[int]:
-        """Slots whose sequence the process lacks, and which `missing` left for later requests."""
-        return self._budget.left_out
 
     def add_request(self, slot: int, prompt: Sequence[int]) -> None:
         self._settle()
@@ -212,12 +188,12 @@ class SequenceTracker:
         """Halve the sequences of the next request, after a late reply. If all were sent again each time, a process that
         cannot read them within one deadline would never catch up.
         """
-        self._budget.most = max(1, min(self._budget.most, self._budget.taken) // 2)
+        self._most = max(1, min(self._most, self._taken) // 2)
 
     def acked_late(self) -> None:
         """Record the overdue reply: the sequences of its request are read, though they have continued since."""
         self._settle()
-        self._read |= self._in_flight
+        self._read.update(self._in_flight)
         self._in_flight = {}
 
     def record(self, commit: Commit) -> None:
@@ -229,28 +205,28 @@ class SequenceTracker:
         """Return what the process has to read before it can continue after a commit: (slot, sequence). ``rows``: the
         commit as lists. If that is too much for one request, the shortest come first, and ``left_out`` has the others.
         """
-        if self._acked and self._all_in_flight and self._recorded is commit:
-            self._budget.take([])
+        if self._acked and len(self._in_flight) == len(self._sequences) and self._recorded is commit:
+            self._taken, self.left_out = 0, frozenset()
             return []
         self._settle(rows if self._recorded is commit else None)
         first_rows = rows.first_rows
         behind = [slot for slot in self._followed(rows) if self._read.get(slot) != first_rows[slot]]
         behind.sort(key=lambda slot: first_rows[slot])
-        taken = self._budget.take(behind)
+        taken, self.left_out = behind[: self._most], frozenset(behind[self._most :])
+        self._taken = len(taken)
         return [(slot, tuple(self._sequences[slot][: first_rows[slot]])) for slot in taken]
 
     def sent(self, rows: CommitRows) -> None:
         """Record a request to continue after this commit, and update the sequences while the process drafts."""
         self._settle(rows)
         self._in_flight = {slot: len(self._sequences[slot]) for slot in self._followed(rows)}
-        self._all_in_flight = len(self._in_flight) == len(self._sequences)
         self.sampling_known, self.prompt_pending = True, False
 
     def acked(self) -> None:
         """Record its reply: it has read all sequences of the request."""
         self._acked = True
         if not self.left_out:
-            self._budget.most = _ALL
+            self._most = _ALL
 
     def _followed(self, rows: CommitRows) -> list[int]:
         """Return the slots whose sequence ends with this commit, if the drafter can follow it."""
@@ -264,7 +240,7 @@ class SequenceTracker:
     def _settle(self, recorded: CommitRows | None = None) -> None:
         """Apply the recorded and acknowledged tokens. ``recorded``: the commit as lists, if they exist."""
         if self._acked:
-            self._read |= self._in_flight
+            self._read.update(self._in_flight)
             self._acked = False
         commit, self._recorded = self._recorded, None
         if commit is None:
@@ -399,7 +375,7 @@ class RemoteDrafter(Drafter):
             return self._fail("invalid", reason)
         proposal = self._exchange.proposal(reply)
         self._tracker.acked()
-        self._backoff.reset()
+        self._backoff.failures = 0
         self._counters.count("answered")
         self._counters.count("ahead", reply.ahead)
         return proposal
@@ -467,7 +443,7 @@ class RemoteDrafter(Drafter):
     def _fail(self, kind: Fault, reason: str) -> Proposal:
         """Count a fault, start the backoff pause, and restart the process if it is lost or fails too often."""
         self._counters.fault(kind, reason)
-        self._backoff.fail()
+        self._backoff.failures += 1
         if kind == "late":
             self._tracker.overdue()
         else:

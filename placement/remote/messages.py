@@ -28,13 +28,13 @@ Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 _WORD = 4  # bytes
 
 
-class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+class _Numbered(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """Message with the ``number`` of a request, which its reply repeats."""
 
     number: Number
 
 
-class Handshake(_Message, frozen=True, tag="handshake"):
+class Handshake(_Numbered, frozen=True, tag="handshake"):
     """Introduction of a target: its name, the B slots of its batch, the V ids of its vocabulary."""
 
     target: str
@@ -43,7 +43,7 @@ class Handshake(_Message, frozen=True, tag="handshake"):
     version: Literal[3] = VERSION
 
 
-class HandshakeReply(_Message, frozen=True, tag="handshake-reply"):
+class HandshakeReply(_Numbered, frozen=True, tag="handshake-reply"):
     """Drafter's offer: N tokens per round, the positions it follows (None: all), and its process."""
 
     num_draft_tokens: Natural
@@ -52,7 +52,7 @@ class HandshakeReply(_Message, frozen=True, tag="handshake-reply"):
     version: Literal[3] = VERSION
 
 
-class AddRequest(_Message, frozen=True, tag="add"):
+class AddRequest(_Numbered, frozen=True, tag="add"):
     """Prompt of a request that takes a slot. Has no reply."""
 
     slot: Natural
@@ -77,7 +77,7 @@ class SamplingWords(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
         return SamplingTensors(params, seeds, kind_of_params(params))
 
 
-class ProposeRequest(_Message, frozen=True, tag="propose"):
+class ProposeRequest(_Numbered, frozen=True, tag="propose"):
     """Request of a round: read these sequences again (slot, ids), then propose tokens after the commit.
 
     slots, width  B and W of the commit
@@ -111,7 +111,7 @@ class ProposeRequest(_Message, frozen=True, tag="propose"):
             )
 
 
-class ProposeReply(_Message, frozen=True, tag="propose-reply"):
+class ProposeReply(_Numbered, frozen=True, tag="propose-reply"):
     """Proposal: ``tokens`` int32 row by row, B * N of them. ``ahead``: it was ready before the request."""
 
     slots: Natural
@@ -127,26 +127,26 @@ class ProposeReply(_Message, frozen=True, tag="propose-reply"):
             )
 
 
-class ErrorReply(_Message, frozen=True, tag="error"):
+class ErrorReply(_Numbered, frozen=True, tag="error"):
     """Reason why the drafter could not serve the message of that number."""
 
     reason: str
 
 
-Request = Handshake | AddRequest | ProposeRequest
+TargetMessage = Handshake | AddRequest | ProposeRequest
 Reply = HandshakeReply | ProposeReply | ErrorReply
-Message = TypeVar("Message")
+Decoded = TypeVar("Decoded")
 
 _ENCODER = msgspec.msgpack.Encoder()
-_REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_REQUESTS: msgspec.msgpack.Decoder[TargetMessage] = msgspec.msgpack.Decoder(TargetMessage)
 _REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
-def encode(message: Request | Reply) -> bytes:
+def encode(message: TargetMessage | Reply) -> bytes:
     return _ENCODER.encode(message)
 
 
-def decode_request(frame: bytearray) -> Request:
+def decode_request(frame: bytearray) -> TargetMessage:
     """Decode the request in a frame; ChannelError if the bytes are none."""
     return _decoded(frame, _REQUESTS)
 
@@ -156,7 +156,7 @@ def decode_reply(frame: bytearray) -> Reply:
     return _decoded(frame, _REPLIES)
 
 
-def _decoded(frame: bytearray, decoder: msgspec.msgpack.Decoder[Message]) -> Message:
+def _decoded(frame: bytearray, decoder: msgspec.msgpack.Decoder[Decoded]) -> Decoded:
     try:
         return decoder.decode(frame)
     except (msgspec.MsgspecError, ValueError) as error:

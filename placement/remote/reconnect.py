@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import Protocol
 
-from paceline.core.drafter_statistics import State
+from paceline.core.drafter_statistics import DrafterState
 from paceline.core.errors import ChannelError
 from paceline.placement.host.processes import Process
 from paceline.placement.remote import messages
@@ -58,12 +58,6 @@ class Backoff:
     failures: int = 0
     _until: float = 0.0
 
-    def fail(self) -> None:
-        self.failures += 1
-
-    def reset(self) -> None:
-        self.failures = 0
-
     @property
     def seconds(self) -> float:
         doublings = min(max(0, self.failures - 1), _MAX_DOUBLINGS)
@@ -105,7 +99,7 @@ class Reconnector:
         self.last_error = ""
 
     @property
-    def state(self) -> State:
+    def state(self) -> DrafterState:
         return "closed" if self._stop.is_set() else "up" if self._up.is_set() else "down"
 
     def wait(self, seconds: float) -> bool:

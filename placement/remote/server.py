@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
+from operator import attrgetter
 from time import perf_counter, sleep
 from typing import Protocol
 
@@ -52,12 +53,6 @@ class _TargetSession:
         """Whether its drafter has work to do before the target's next request."""
         return self.lookahead is not None and not self.lookahead.idle
 
-    def grant(self, drafter: Drafter) -> None:
-        self.drafter, self.lookahead = drafter, drafter if isinstance(drafter, LookaheadDrafter) else None
-
-    def charge(self, seconds: float) -> None:
-        self.time_used += seconds
-
     def add_request(self, request: messages.AddRequest) -> None:
         """Read a prompt. No reply is due; the next reply reports a failure."""
         drafter = self._granted()
@@ -77,7 +72,8 @@ class _TargetSession:
                 drafter.add_request(slot, text)
             if request.sampling is not None:
                 self._sampling = request.sampling.tensors()
-                self._used_slots = _used_slots(self._sampling)
+                seated = enumerate(self._sampling.seated.tolist(), 1)
+                self._used_slots = max((slot for slot, taken in seated if taken), default=1)
             if self._sampling is None:
                 raise ValueError(
                     "expected the sampling parameters in the first round of a connection, got none; run the same "
@@ -118,11 +114,6 @@ class _TargetSession:
                 "expected a handshake from the target first, got a request; run the same version on both sides"
             )
         return self.drafter
-
-
-def _used_slots(sampling: SamplingTensors) -> int:
-    """Return the number of slots, from the first one, that hold all requests."""
-    return max((slot for slot, seated in enumerate(sampling.seated.tolist(), 1) if seated), default=1)
 
 
 def _undrawn_rows(proposal: Proposal) -> list[list[int]]:
@@ -240,21 +231,20 @@ class ConnectionListener:
             channel.close()
 
 
+_time_used = attrgetter("time_used")
+
+
 class FairQueue:
     """Order in which the targets' messages are served."""
 
     def __init__(self) -> None:
         self._clock = 0.0
         self._ready: list[_TargetSession] = []  # those with waiting messages
-        self._lookahead: list[_TargetSession] = []  # those whose drafters draft asynchronously
+        self.lookahead: list[_TargetSession] = []  # those whose drafters draft asynchronously
 
     def session(self, channel: Channel) -> _TargetSession:
         """Return a session for a new target; it starts with as much used time as the others."""
         return _TargetSession(channel, self._clock)
-
-    def granted(self, session: _TargetSession) -> None:
-        if session.lookahead is not None:
-            self._lookahead.append(session)
 
     def arrived(self, session: _TargetSession, frames: list[bytearray]) -> None:
         if not session.inbox:  # idle time is not saved up
@@ -276,15 +266,15 @@ class FairQueue:
 
     def next_lookahead(self) -> _TargetSession | None:
         """Return the target with asynchronous drafting work; None if there is none."""
-        return min((s for s in self._lookahead if s.works_ahead), key=_time_used, default=None)
+        return min((s for s in self.lookahead if s.works_ahead), key=_time_used, default=None)
 
     @property
     def busy(self) -> bool:
         """Whether there is work to do even if no message arrives."""
-        return bool(self._ready) or any(session.works_ahead for session in self._lookahead)
+        return bool(self._ready) or any(session.works_ahead for session in self.lookahead)
 
     def remove(self, session: _TargetSession) -> None:
-        for sessions in self._lookahead, self._ready:
+        for sessions in self.lookahead, self._ready:
             if session in sessions:
                 sessions.remove(session)
 
@@ -337,7 +327,7 @@ class DraftServer:
         elif (session := self._turns.next_lookahead()) is not None:
             begin = perf_counter()
             session.work_ahead()
-            session.charge(perf_counter() - begin)
+            session.time_used += perf_counter() - begin
         # The target that has its reply may have to continue on this CPU: little is done before the next wait.
         return self._turns.busy
 
@@ -375,7 +365,7 @@ class DraftServer:
             self._turns.served(session)
         except ChannelError:
             self._drop(session)
-        session.charge(perf_counter() - begin)
+        session.time_used += perf_counter() - begin
 
     def _accept(self, session: _TargetSession, handshake: messages.Handshake) -> messages.Reply:
         """Return the reply to a handshake: the granted drafter's properties, or the reason for none."""
@@ -391,8 +381,10 @@ class DraftServer:
             return messages.ErrorReply(
                 number, "a drafter in another process must propose chains, and read no features; run it with its target"
             )
-        session.grant(drafter)
-        self._turns.granted(session)
+        session.drafter = drafter
+        if isinstance(drafter, LookaheadDrafter):
+            session.lookahead = drafter
+            self._turns.lookahead.append(session)
         process = processes.running(os.getpid())
         return messages.HandshakeReply(number, drafter.draft_shape.num_draft_tokens, drafter.max_positions, process)
 
@@ -404,7 +396,3 @@ class DraftServer:
         session.channel.close()
         if session.drafter is not None:
             self._pool.release(session.drafter)
-
-
-def _time_used(session: _TargetSession) -> float:
-    return session.time_used

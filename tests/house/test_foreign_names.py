@@ -119,7 +119,7 @@ def test_hub_variables_exist_in_the_client() -> None:
 
 def test_a_tag_is_no_longer_than_the_monitor_reads() -> None:
     machine = INSTANCES["inf2.48xlarge"]
-    variables = dict(environment.planned(machine, CoreRange(0, 1), label="a" * 60, threads=1, timeout=1))
+    variables = dict(environment.planned(machine, CoreRange(0, 1), label="a" * 60, threads=1))
     assert len(variables["NEURON_PROCESS_TAG"]) == 32
 
 

@@ -42,7 +42,7 @@ def test_expected_tokens_equal_the_formula(alpha: float, k: int, tokens: float) 
     told(pace, alpha=alpha, times={k: 1.0}, rounds=3000)
     assert pace.expected(k)[k] == pytest.approx(tokens, rel=0.15)
     for place in range(k):
-        pace._hits[place], pace._tries[place] = alpha * 1e9, 1e9
+        pace._history.hits[place], pace._history.tries[place] = alpha * 1e9, 1e9
     assert pace.expected(k)[k] == pytest.approx(tokens, abs=0.006)
 
 
@@ -141,7 +141,7 @@ def test_every_batch_fill_has_separate_costs_and_no_load_is_slower_than_plain() 
             spent += 1.0 + rung * cost[seated]
             plain += 1.0 + sum(accepted) / seated
             chosen[seated].append(rung)
-    assert controllers.fills == {1, 2, 8, 16}
+    assert set(controllers._by_fill) == {1, 2, 8, 16}
     for seated in (5, 16):  # whatever was best before: costs are kept, so that nothing is tried anew
         assert sum(rung == 0 for rung in chosen[seated]) > 0.95 * len(chosen[seated])
     assert sum(rung > 1 for rung in chosen[1]) > 0.8 * len(chosen[1])

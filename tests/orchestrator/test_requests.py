@@ -119,6 +119,8 @@ SAMPLING_ERRORS = [
     ({"stop_strings": "x", "tokenizer": "gpt2"}, "expected a tokenizer"),
     ({"stopping_criteria_list": len}, "stopping_criteria_list: expected a list of callables"),
     ({"logits_processor": [3]}, "logits_processor: expected a list of callables or None, got list [3]"),
+    ({"pad_token_id": "pad"}, "pad_token_id: expected an integer or None, got str 'pad'"),
+    ({"streamer": len}, "streamer: expected an object with put(ids) and end(), got a builtin_function_or_method"),
 ]
 
 
@@ -158,31 +160,22 @@ def test_numpy_numbers_are_accepted() -> None:
     assert torch.equal(found, wanted)  # type: ignore[arg-type]
 
 
-def test_a_streamer_without_its_methods_is_rejected() -> None:
-    with pytest.raises(
-        SamplingError, match=r"streamer: expected an object with put\(ids\) and end\(\), got a function"
-    ):
-        generator().sample([[1]], streamer=lambda token: token)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("mask", [torch.tensor([1, 1, 1]), [[1, 1, 1]], torch.ones(1, 1, 3), "111"], ids=_plainly)
-def test_a_mask_of_a_wrong_type_is_rejected(mask: object) -> None:
-    with pytest.raises(PromptError, match=r"attention_mask: expected a tensor \[B, S\] like input_ids, got"):
-        generator().sample(torch.tensor([[1, 2, 3]]), attention_mask=mask)  # type: ignore[arg-type]
-
-
 MASK_ERRORS = [
-    ([[1, 1]], "attention_mask: expected the shape of input_ids, got"),
-    ([[1, 0, 1]], "attention_mask: expected padding only at the ends, got a"),
-    ([[0, 0, 0]], "empty prompt 0"),
-    ([[1, 1, 1], [1, 1, 1]], "attention_mask: expected the shape of input_ids, got"),
+    (torch.tensor([1, 1, 1]), r"attention_mask: expected a tensor \[B, S\] like input_ids, got"),
+    ([[1, 1, 1]], r"attention_mask: expected a tensor \[B, S\] like input_ids, got"),
+    (torch.ones(1, 1, 3), r"attention_mask: expected a tensor \[B, S\] like input_ids, got"),
+    ("111", r"attention_mask: expected a tensor \[B, S\] like input_ids, got"),
+    (torch.tensor([[1, 1]]), "attention_mask: expected the shape of input_ids, got"),
+    (torch.tensor([[1, 0, 1]]), "attention_mask: expected padding only at the ends, got a"),
+    (torch.tensor([[0, 0, 0]]), "empty prompt 0"),
+    (torch.ones(2, 3), "attention_mask: expected the shape of input_ids, got"),
 ]
 
 
 @pytest.mark.parametrize(("mask", "message"), MASK_ERRORS, ids=_plainly)
-def test_masks_of_a_wrong_shape_are_rejected(mask: list[list[int]], message: str) -> None:
+def test_wrong_masks_are_rejected(mask: object, message: str) -> None:
     with pytest.raises(PromptError, match=message):
-        generator().sample(torch.tensor([[1, 2, 3]]), attention_mask=torch.tensor(mask))
+        generator().sample(torch.tensor([[1, 2, 3]]), attention_mask=mask)  # type: ignore[arg-type]
 
 
 def test_padding_on_either_side_is_left_out() -> None:
@@ -276,13 +269,6 @@ def test_a_processor_may_force_a_token_by_infinity(setting: dict[str, object]) -
     made = generator().sample([[1, 2]], **asked)  # type: ignore[arg-type]
     assert isinstance(made, GenerationResult)
     assert made.sequences.tolist() == [[1, 2, 7, 7, 7]] and made.logprobs == [[0.0, 0.0, 0.0]]
-
-
-def test_a_pad_id_of_a_wrong_type_is_rejected_before_decoding() -> None:
-    one = generator()
-    with pytest.raises(SamplingError, match="pad_token_id: expected an integer or None, got str 'pad'"):
-        one.sample([[1, 2]], pad_token_id="pad")  # type: ignore[arg-type]
-    assert one.target.body.forwards == 0  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("fused", "said"), [(True, True), (None, False)])

@@ -13,6 +13,7 @@ from paceline import SpeculativeGenerator
 from paceline.core import tree
 from paceline.core.protocols import Drafter
 from paceline.core.types import PAD, Commit, DraftShape, FeatureSpec, Proposal, RoundLimits, SamplingTensors
+from paceline.engine.rounds import drafted_depths, drafted_last
 from tests.decoder.tiny import VOCABULARY, Workshop
 from tests.fakes import Checked, TableDecoder, table
 
@@ -109,3 +110,23 @@ def test_hidden_states_are_those_that_predicted_the_tokens(workshop: Workshop) -
     assert whole is not None and len(seen) > 3
     for start, features in seen:
         torch.testing.assert_close(features, whole[start - 1 : start - 1 + len(features)], rtol=1e-4, atol=1e-4)
+
+
+def test_the_replaced_draft_of_a_chain_follows_the_accepted_ones() -> None:
+    proposal = Proposal(torch.tensor([[5, 6, 7], [5, 6, PAD], [5, 6, 7]]))
+    assert drafted_last(proposal, [[5, 9], [5, 6, 9], [9]]) == [[6], [], [5]]
+
+
+def test_the_replaced_drafts_of_a_tree_are_the_children_of_the_path() -> None:
+    tokens = torch.tensor([[5, 6, 7, 8, 5, 3]])
+    parents = (-1, -1, 0, 0, -1, 4)
+    for given in (parents, torch.tensor([parents])):
+        proposal = Proposal(tokens, given)
+        assert drafted_last(proposal, [[9]]) == [[5, 6, 5]]
+        assert drafted_last(proposal, [[5, 9]]) == [[7, 8, 3]]
+        assert drafted_last(proposal, [[6, 9]]) == [[]]
+
+
+def test_lengths_of_chains_are_those_of_their_tokens() -> None:
+    made = Proposal.chains([[5, -1, 7], [3], [], [1, 2, 3, 4]], (2, 4))
+    assert made.lengths == drafted_depths(Proposal(made.tokens), [4] * 4) == [1, 1, 0, 4]

@@ -37,17 +37,17 @@ def simulated() -> Cluster:
 
 def test_the_claim_of_a_caller_that_died_loading_is_released(simulated: Cluster) -> None:
     allocator = CoreAllocator(cluster=simulated)
-    allocator.claim("node", LARGE, [CoreRequest("loads", 16, CoreRange(0, 15), startup_timeout_s=60)])
-    allocator.claim("node", LARGE, [CoreRequest("dies", 8, CoreRange(16, 23), startup_timeout_s=-1)])
-    assert allocator.claim("node", LARGE, [CoreRequest("next", 8, CoreRange(16, 23))]) == [CoreRange(16, 23)]
+    allocator.claim("node", LARGE, [CoreRequest("loads", CoreRange(0, 15), startup_timeout_s=60)])
+    allocator.claim("node", LARGE, [CoreRequest("dies", CoreRange(16, 23), startup_timeout_s=-1)])
+    assert allocator.claim("node", LARGE, [CoreRequest("next", CoreRange(16, 23))]) == [CoreRange(16, 23)]
     assert allocator.taken() == {"node": {"loads": CoreRange(0, 15), "next": CoreRange(16, 23)}}
     allocator.release(["loads", "next"])
-    allocator.claim("node", LARGE, [CoreRequest("slow", 24, WHOLE, startup_timeout_s=-1)])
+    allocator.claim("node", LARGE, [CoreRequest("slow", WHOLE, startup_timeout_s=-1)])
     simulated.workers["slow"] = "node", WHOLE  # late, but there
     assert allocator.taken() == {"node": {"slow": WHOLE}}
     allocator.confirm(["slow"])
     with pytest.raises(PlanError):
-        allocator.claim("node", LARGE, [CoreRequest("next", 8, CoreRange(0, 7))])
+        allocator.claim("node", LARGE, [CoreRequest("next", CoreRange(0, 7))])
     simulated.workers.clear()
     assert allocator.taken() == {}
 
@@ -59,7 +59,7 @@ def test_a_lost_node_is_not_reported(simulated: Cluster) -> None:
     alive = simulated.alive = {"node", "other"}
     allocator = CoreAllocator(cluster=simulated)
     for node in sorted(alive):
-        allocator.claim(node, LARGE, [CoreRequest(f"at {node}", 8, CoreRange(0, 7))])
+        allocator.claim(node, LARGE, [CoreRequest(f"at {node}", CoreRange(0, 7))])
         simulated.workers[f"at {node}"] = node, CoreRange(0, 7)
     allocator.confirm(sorted(simulated.workers))
     assert set(allocator.report()) == set(allocator.taken()) == alive
@@ -70,23 +70,23 @@ def test_a_lost_node_is_not_reported(simulated: Cluster) -> None:
 def test_nodes_of_two_types_have_the_cores_of_their_type(simulated: Cluster) -> None:
     simulated.alive = {"large", "small"}
     allocator = CoreAllocator(cluster=simulated)
-    allocator.claim("large", LARGE, [CoreRequest("a", 8, CoreRange(0, 7))])
-    allocator.claim("small", SMALL, [CoreRequest("b", 1, CoreRange(0, 0))])
+    allocator.claim("large", LARGE, [CoreRequest("a", CoreRange(0, 7))])
+    allocator.claim("small", SMALL, [CoreRequest("b", CoreRange(0, 0))])
     assert {node: left.free for node, left in allocator.report().items()} == {"large": 16, "small": 1}
     with pytest.raises(PlanError, match="1 cores are free"):
-        allocator.claim("small", SMALL, [CoreRequest("c", 2, CoreRange(2, 3))])
+        allocator.claim("small", SMALL, [CoreRequest("c", CoreRange(2, 3))])
 
 
 def test_the_next_allocator_knows_the_cores_of_actors_with_any_name(simulated: Cluster) -> None:
     """A replica of Ray Serve has a name that Serve gave it, without its cores."""
     allocator = CoreAllocator(cluster=simulated)
     for name in ("SERVE_REPLICA::lives", "SERVE_REPLICA::dies"):
-        allocator.claim("node", LARGE, [CoreRequest(name, 8, CoreRange(0, 7))])
+        allocator.claim("node", LARGE, [CoreRequest(name, CoreRange(0, 7))])
     simulated.workers["SERVE_REPLICA::lives"] = None
     following = CoreAllocator(cluster=simulated)
     assert following.taken() == {"node": {"SERVE_REPLICA::lives": CoreRange(0, 7)}}
     assert following.report()["node"].free == 16
-    assert following.claim("node", LARGE, [CoreRequest("next", 8, CoreRange(0, 7))]) == [CoreRange(8, 15)]
+    assert following.claim("node", LARGE, [CoreRequest("next", CoreRange(0, 7))]) == [CoreRange(8, 15)]
 
 
 def test_the_allocator_is_outside_its_callers_placement_group(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +144,7 @@ def test_an_allocator_in_use_does_not_end(simulated: Cluster, monkeypatch: pytes
     monkeypatch.setattr(ray, "kill", ended.append)
     monkeypatch.setattr(core_allocator, "sleep", lambda _: None)
     allocator = CoreAllocator(cluster=simulated)
-    allocator.claim("node", LARGE, [CoreRequest("loads", 16, CoreRange(0, 15), startup_timeout_s=60)])
+    allocator.claim("node", LARGE, [CoreRequest("loads", CoreRange(0, 15), startup_timeout_s=60)])
     allocator.end_unused()
     assert not ended
     allocator.release(["loads"])
@@ -167,7 +167,7 @@ def test_an_allocator_whose_users_were_killed_ends(cluster: object, monkeypatch:
     """No user is left to end it. A claim is kept for as long as its worker may still come."""
     monkeypatch.setattr(core_allocator, "_IDLE_S", 0.1)
     allocator, node = core_allocator.allocator(), ray.nodes()[0]["NodeID"]
-    ray.get(allocator.claim.remote(node, LARGE, [CoreRequest("dies", 8, CoreRange(0, 7), startup_timeout_s=5)]))
+    ray.get(allocator.claim.remote(node, LARGE, [CoreRequest("dies", CoreRange(0, 7), startup_timeout_s=5)]))
     time.sleep(1)
     assert ray.get(allocator.taken.remote()) == {node: {"dies": CoreRange(0, 7)}}
     check_nothing_left()

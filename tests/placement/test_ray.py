@@ -94,7 +94,7 @@ def come_and_go(models: Deployment, workshop: Workshop, expected: list[list[int]
     assert (left.free, dict(left.runs)[8], dict(left.runs)[4]) == (20, 2, 5)
     models.add(planned(entry(workshop, "e", tp_degree=2)))  # planned on 0-1, where c is
     assert models.cores() == {"c": CoreRange(0, 3), "e": CoreRange(4, 5)}  # no whole run of eight is broken
-    claims = [CoreRequest(name, 8, CoreRange(0, 7)) for name in "xyz"]
+    claims = [CoreRequest(name, CoreRange(0, 7)) for name in "xyz"]
     with pytest.raises(PlanError, match="2 cores are free"):
         ray.get(allocator().claim.remote(ray.get_runtime_context().get_node_id(), INSTANCES["inf2.48xlarge"], claims))
     given_up = models.stream("c", PROMPTS[:1], max_new_tokens=100)
@@ -240,7 +240,7 @@ def test_ray_assigns_no_core_to_our_workers(cluster: Cluster) -> None:
 
     actors: list[ray.actor.ActorHandle] = []
     machine, planned_on = INSTANCES["inf2.48xlarge"], CoreRange(0, 1)
-    env = environment.planned(machine, planned_on, label="chat", threads=1, timeout=60)
+    env = environment.planned(machine, planned_on, label="chat", threads=1)
     try:
         assert seen(2) == "0,1", "Ray gives the first ids that are free to who asks in no other way"
         assert seen(2, **environment.for_actor(env)) == str(planned_on)

@@ -5,20 +5,24 @@ from __future__ import annotations
 import random
 import signal
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from paceline import SpeculativeGenerator
 from paceline.core.drafter_statistics import DrafterHealth
+from paceline.core.protocols import Drafter
 from paceline.core.sampling import Sampling, sampling_tensors
 from paceline.core.types import PAD, Commit, RoundLimits
 from paceline.draft.suffix import SuffixDrafter
 from paceline.placement.remote.channel import Address, listen
 from paceline.placement.remote.drafter import CommitRows, DrafterContract, DraftTimeouts, RemoteDrafter, SequenceTracker
+from paceline.placement.remote.messages import Handshake
 from paceline.placement.remote.reconnect import DrafterEndpoint
 from paceline.placement.remote.server import UnpooledDrafters
 from tests.fakes import Checked, TableDecoder
@@ -44,6 +48,16 @@ def remote(
     )
     assert not wait or made.wait_until_up(30)
     return made
+
+
+def served(tmp_path: Path, stack: ExitStack, make: Callable[[Handshake], Drafter], **more: Any) -> RemoteDrafter:
+    """A drafter with a socket, in a thread of this process."""
+    address = Address(path=str(tmp_path / "s"))
+    stack.enter_context(serving(listen(address), UnpooledDrafters(make)))
+    contract = DrafterContract(4, 1, V, max_positions=64)
+    draft = stack.enter_context(closing(RemoteDrafter(contract, DrafterEndpoint(address, SECRET), **more)))
+    assert draft.wait_until_up(30)
+    return draft
 
 
 def target(slots: int = 1) -> TableDecoder:
@@ -75,10 +89,7 @@ def test_a_remote_drafter_equals_a_local_one(tmp_path: Path, stack: ExitStack, s
 
 
 def test_proposals_of_any_length_are_sent_at_the_agreed_length(tmp_path: Path, stack: ExitStack) -> None:
-    address = Address(path=str(tmp_path / "s"))
-    stack.enter_context(serving(listen(address), UnpooledDrafters(lambda _: SuffixDrafter(4))))
-    draft = stack.enter_context(closing(RemoteDrafter(DrafterContract(4, 1, V), DrafterEndpoint(address, SECRET))))
-    assert draft.wait_until_up(30)
+    draft = served(tmp_path, stack, lambda _: SuffixDrafter(4))
     done = run(SpeculativeGenerator(draft, target()), PROMPTS, max_new_tokens=30)
     assert texts(done) == wanted(PROMPTS, max_new_tokens=30)
     health = done.statistics.drafter_health
@@ -189,16 +200,9 @@ def test_a_drafter_that_never_comes_costs_no_token(tmp_path: Path, stack: ExitSt
 @pytest.mark.parametrize("max_failures", [1 << 30, 1100], ids=["asked again", "restarted"])
 def test_a_permanently_failing_drafter_is_not_an_error(tmp_path: Path, stack: ExitStack, max_failures: int) -> None:
     """Each fault doubled the time it rests, in a number that floats have no room for after a thousand of them."""
-    address = Address(path=str(tmp_path / "s"))
-    failing = UnpooledDrafters(
-        lambda handshake: Faulty(handshake.slots, 4, faults=["raise"], rate=1.0, seed=0, slow=0.0)
-    )
-    stack.enter_context(serving(listen(address), failing))
-    timeouts = DraftTimeouts(max_failures=max_failures, backoff_s=1e-9, max_backoff_s=1e-9)
-    draft = stack.enter_context(
-        closing(RemoteDrafter(DrafterContract(4, 1, V), DrafterEndpoint(address, SECRET), timeouts=timeouts))
-    )
-    assert draft.wait_until_up(30)
+    timeouts = replace(PATIENT, max_failures=max_failures, backoff_s=1e-9, max_backoff_s=1e-9)
+    failing = Faulty(1, 4, faults=["raise"], rate=1.0, seed=0, slow=0.0)
+    draft = served(tmp_path, stack, lambda _: failing, timeouts=timeouts)
     draft.add_request(0, [1, 2])
     one = torch.ones(1, dtype=torch.int32)
     commit = Commit(torch.tensor([[3, -1, -1, -1, -1]], dtype=torch.int32), one, 2 * one)
@@ -211,13 +215,9 @@ def test_a_permanently_failing_drafter_is_not_an_error(tmp_path: Path, stack: Ex
 
 
 def test_a_target_reports_its_working_time_without_idle_time(tmp_path: Path, stack: ExitStack) -> None:
-    address, ahead, pauses = Address(path=str(tmp_path / "s")), working_ahead(1, 4), []
+    ahead, pauses = working_ahead(1, 4), []
     ahead.paused = pauses.append  # type: ignore[method-assign]
-    stack.enter_context(serving(listen(address), UnpooledDrafters(lambda _: ahead)))
-    draft = stack.enter_context(
-        closing(RemoteDrafter(DrafterContract(4, 1, V, max_positions=64), DrafterEndpoint(address, SECRET)))
-    )
-    assert draft.wait_until_up(30)
+    draft = served(tmp_path, stack, lambda _: ahead)
     for requests in (1, 2):
         done = run(SpeculativeGenerator(draft, target()), PROMPTS[:1], max_new_tokens=40)
         assert texts(done) == wanted(PROMPTS[:1], max_new_tokens=40)

@@ -34,7 +34,7 @@ def propose(number: int, *, slots: int = 2, width: int = 3, **changes: object) -
     return messages.ProposeRequest(number, slots=slots, width=width, **fields)  # type: ignore[arg-type]
 
 
-REQUESTS: list[messages.Request] = [
+REQUESTS: list[messages.TargetMessage] = [
     messages.Handshake(0, "chät", 4, 96),
     messages.AddRequest(1, 2, (0, 1, 95)),
     propose(2),
