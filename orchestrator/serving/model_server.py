@@ -241,7 +241,6 @@ class ModelServer:
         return replace(self._limits, n_positions=room)
 
     def _parser(self, request: CompletionRequest | ChatRequest, prompts: RequestPrompts) -> Parser:
-        """The parser of reasoning and tool calls in the text of one choice."""
         parser: Parser = Parser()
         if not isinstance(request, ChatRequest):
             return parser
@@ -389,7 +388,6 @@ def chat_prompts(tokenizer: Tokenizer, request: ChatRequest, form: ChatFormat) -
 
 
 def _chat_text(tokenizer: Tokenizer, request: ChatRequest | TokenizeRequest, form: ChatFormat) -> str:
-    """Render a conversation as the text that the model reads."""
     chat_tokenizer: Any = tokenizer
     if not form.template:
         raise RefusedError(400, "messages: this model has no chat template; use /v1/completions", param="messages")
@@ -427,7 +425,6 @@ def _chat_text(tokenizer: Tokenizer, request: ChatRequest | TokenizeRequest, for
 
 
 def _with_text_arguments(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages whose calls have their arguments as text, which some templates want."""
     return [
         {**turn, "tool_calls": [
             {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
