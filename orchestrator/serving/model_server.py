@@ -367,10 +367,12 @@ class RequestPrompts:
 
 
 def _completion_prompts(tokenizer: Tokenizer, request: CompletionRequest) -> RequestPrompts:
-    ids = [tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in request.prompts]
+    given: Any = request.prompt
+    prompts: list[str | list[int]] = [given] if isinstance(given, str) or isinstance(given[0], int) else given
+    ids = [tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
     if not request.echo:
         return RequestPrompts(ids)
-    texts = [prompt if isinstance(prompt, str) else tokenizer.decode(list(prompt)) for prompt in request.prompts]
+    texts = [prompt if isinstance(prompt, str) else tokenizer.decode(list(prompt)) for prompt in prompts]
     return RequestPrompts(ids, tuple(one for one in zip(texts, ids, strict=True) for _ in range(request.n)))
 
 
@@ -483,7 +485,7 @@ def sampling_params(
         stop_strings=StopStrings(stops, scope="output") if stops else None,
         repetition_penalty=None if request.repetition_penalty == 1 else request.repetition_penalty,
         logit_bias={int(token): bias for token, bias in request.logit_bias.items()} or None,
-        prompt_logprobs=request.prompt_logprobs_wanted,
+        prompt_logprobs=request.logprobs if isinstance(request, CompletionRequest) and request.echo else None,
         logprobs=request.top_logprobs_wanted,
         structured_outputs=None if structured is None else replace(structured, after=reasoning),
         prediction=request.prediction.text if request.prediction is not None else None,

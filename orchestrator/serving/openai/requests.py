@@ -58,14 +58,6 @@ class CompletionRequest(GenerationFields):
         return self
 
     @property
-    def prompts(self) -> list[str | list[int]]:
-        """Each prompt, as text or as ids."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        ids = [item for item in self.prompt if isinstance(item, int)]
-        return [ids] if ids else [item for item in self.prompt if not isinstance(item, int)]
-
-    @property
     def max_new_tokens(self) -> int | None:
         """At least one, though a response with only the prompt does not show it."""
         return max(1, self.max_tokens)
@@ -79,11 +71,6 @@ class CompletionRequest(GenerationFields):
     def top_logprobs_wanted(self) -> int | None:
         """Number of alternatives of each token that get a log-probability; None: no log-probabilities."""
         return self.logprobs
-
-    @property
-    def prompt_logprobs_wanted(self) -> int | None:
-        """The same for the tokens of a prompt that is repeated."""
-        return self.logprobs if self.echo else None
 
 
 class TextPart(Strict):
@@ -295,10 +282,6 @@ class ChatRequest(GenerationFields, TemplateFields):
     @property
     def top_logprobs_wanted(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
-
-    @property
-    def prompt_logprobs_wanted(self) -> int | None:
-        return None
 
     @property
     def tools_offered(self) -> list[Tool]:
