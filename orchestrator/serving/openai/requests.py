@@ -28,6 +28,7 @@ from paceline.serving.openai.fields import (
 DEFAULT_TOKENS = 16  # OpenAI's default of max_tokens for completions; chat has none
 MAX_PROMPTS = 2048
 _Ids = Annotated[list[TokenId], Field(min_length=1)]
+_Several = Field(min_length=1, max_length=MAX_PROMPTS)
 
 
 class CompletionRequest(GenerationFields):
@@ -36,7 +37,7 @@ class CompletionRequest(GenerationFields):
     prompt_field: ClassVar[str] = "prompt"
 
     prompt: Annotated[
-        str | _Ids | Annotated[list[str] | list[_Ids], Field(min_length=1, max_length=MAX_PROMPTS)],
+        str | _Ids | Annotated[list[str], _Several] | Annotated[list[_Ids], _Several],
         Field(description=f"a string, a list of ids, or a list of at most {MAX_PROMPTS} strings or lists of ids"),
     ]
     max_tokens: Annotated[int, Field(ge=0, description="at least 1, or 0 with echo")] = DEFAULT_TOKENS
