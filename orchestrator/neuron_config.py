@@ -231,7 +231,6 @@ def _is(value: object, wanted: str) -> bool:
 
 
 def _check(name: str, value: Any, wanted: str) -> Any:
-    """Return the value, checked to be of that kind or None."""
     if value is None or _is(value, wanted):
         return value
     if wanted == "an object":
@@ -355,7 +354,7 @@ class _Reader:
                 f"token_generation_batches: expected at most {most} slots (batch_size), got {max(listed)}; raise "
                 "batch_size, or remove that number"
             )
-        return _ascending([*listed, most]) if listed else most
+        return sorted({*listed, most}) if listed else most
 
     def _positions(self) -> tuple[int | list[int] | None, int | list[int] | None]:
         """The buckets of the cache length and of prompts. Without bucketing there is one of each, of the sequence's
@@ -376,11 +375,13 @@ class _Reader:
         prompts = estimate if estimate is not None else context_buckets
         if prompts is None and last is not None:
             prompts = _powers(last) if bucketing else last
+        if prompts is not None and not isinstance(prompts, int):
+            prompts = sorted({*prompts})
         if lengths is not None:
             last_position = end if isinstance(end, int) else max(lengths)
-            return _ascending([*lengths, last_position]), _listed(prompts)
+            return sorted({*lengths, last_position}), prompts
         # NxD's files have a switch for buckets; transformers-neuronx' n_positions always has them.
-        return ([end] if bucketing is False and isinstance(end, int) else end), _listed(prompts)
+        return ([end] if bucketing is False and isinstance(end, int) else end), prompts
 
     def _one_or_more(self, name: str) -> Any:
         value = self.fields.get(name)
@@ -479,17 +480,9 @@ def _plain(value: Any) -> Any:
     return value.value if isinstance(value, Enum) else value
 
 
-def _listed(value: int | Sequence[int] | None) -> int | list[int] | None:
-    return value if value is None or isinstance(value, int) else _ascending(value)
-
-
-def _ascending(numbers: Sequence[int]) -> list[int]:
-    return sorted({*numbers})
-
-
 def _powers(last: int) -> list[int]:
     """NxD's buckets: 128, 256, ... and the last one itself."""
     powers = [128]
     while powers[-1] * 2 < last:
         powers.append(powers[-1] * 2)
-    return _ascending([*(bucket for bucket in powers if bucket < last), last])
+    return sorted({*(bucket for bucket in powers if bucket < last), last})

@@ -93,7 +93,6 @@ class HuggingFaceGenerationAdapter(_Model, _Generation):  # type: ignore[misc]
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the logits."""
         return torch.float32
 
     @property
@@ -239,9 +238,7 @@ class HuggingFaceGenerationAdapter(_Model, _Generation):  # type: ignore[misc]
             model_kwargs[CACHE_FIELD] = SlotCache(self.decoder)
 
     def _sample(self, input_ids: Tensor, **given: Any) -> Tensor | GenerateDecoderOnlyOutput:
-        """Decode greedily or by sampling: on the engine if the adapter has a generator, else in the loop of
-        `transformers`.
-        """
+        """Decode on the engine if the adapter has a generator, else in the loop of `transformers`."""
         if self.generator is not None:
             call = engine_call.PreparedCall.of(input_ids, given)
             reason = call.why_not()
@@ -270,7 +267,6 @@ class HuggingFaceGenerationAdapter(_Model, _Generation):  # type: ignore[misc]
     def _assistant(
         self, assistant: object | None, config: GenerationConfig, tokenizers: TokenizerPair | None
     ) -> SpeculativeGenerator:
-        """The generator for an assistant and its options; made once."""
         if assistant is None and config.prompt_lookup_num_tokens is None:
             raise ConfigurationError(
                 "assistant_early_exit and use_mtp read parts of a transformers model, which a decoder does not "

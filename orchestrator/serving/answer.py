@@ -72,7 +72,6 @@ class Usage:
     reasoning_tokens: int = 0
 
     def to_dict(self) -> dict[str, object]:
-        """Return the object of completions and chat completions."""
         usage: dict[str, object] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
@@ -163,7 +162,6 @@ to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # 
 
 
 def event(content: Mapping[str, object], name: str | None = None) -> bytes:
-    """A server-sent event."""
     head = b"" if name is None else b"event: " + name.encode() + b"\n"
     return head + b"data: " + to_json(content).encode() + b"\n\n"
 
@@ -305,7 +303,6 @@ class Answer:
 
     @property
     def sent(self) -> tuple[int, ...]:
-        """Tokens of each choice so far."""
         return tuple(choice.tokens for choice in self._choices)
 
     @property
@@ -335,7 +332,6 @@ class Answer:
         return b"".join(events)
 
     def end(self) -> bytes:
-        """The last events, or the body."""
         metrics = self._metrics(self._drafts) if len(self._choices) == 1 else {}
         if self._request.stream:
             return self._writer.end(self._usage(), metrics)
@@ -365,7 +361,6 @@ class TokenAnswer:
         return tuple(self._ended)
 
     def push(self, outputs: Iterable[RequestOutput]) -> bytes:
-        """Add outputs in order. Raises the error that ended a request."""
         written = []
         for output in outputs:
             if output.error is not None:

@@ -75,8 +75,7 @@ class Lifecycle(Protocol):
     Ray Serve manages it, or it is pinned and to be unloaded; `load` also as `demand`.
     """
 
-    async def states(self) -> Sequence[ModelState]:
-        """Return the states in the order of the models file."""
+    async def states(self) -> Sequence[ModelState]: ...
 
     async def demand(self, name: str) -> None:
         """Load a model for a waiting request if its residency allows that; none of its replicas responds.
@@ -86,8 +85,7 @@ class Lifecycle(Protocol):
             PacelineError: no lifecycle is available now.
         """
 
-    async def load(self, name: str) -> ModelState:
-        """Load a model, unloading others if necessary; return when it responds."""
+    async def load(self, name: str) -> ModelState: ...
 
     async def unload(self, name: str) -> ModelState:
         """Unload a model after its current requests. New ones are rejected until it is loaded again, or load it if the
@@ -95,16 +93,14 @@ class Lifecycle(Protocol):
         file says ``load: on_demand``.
         """
 
-    async def pin(self, name: str, pinned: bool) -> ModelState:
-        """Pin or unpin a model. Does not load it."""
+    async def pin(self, name: str, pinned: bool) -> ModelState: ...
 
     async def restore(self) -> None:
         """Read which models are loaded, and the decisions of an earlier run. Raises PacelineError if that is
         impossible.
         """
 
-    async def watch(self) -> None:
-        """Do periodic work, until cancelled."""
+    async def watch(self) -> None: ...
 
 
 def first_state(residency: Residency) -> State:
@@ -143,8 +139,7 @@ class Loader(Protocol):
     async def unload(self, name: str) -> None:
         """Unload a model; return when its requests are completed and its cores are free."""
 
-    async def loaded(self) -> Sequence[str]:
-        """Return the models that are loaded or loading, possibly by an earlier lifecycle."""
+    async def loaded(self) -> Sequence[str]: ...
 
     async def usage(self, name: str) -> ModelUsage | None:
         """Return the usage of a loaded model; None if its replicas do not respond."""
@@ -230,7 +225,6 @@ class ModelLifecycle:
                 model.stopped = name in known.stopped and model.state == "unloaded"
 
     async def watch(self) -> None:
-        """Unload models that are idle for too long, until cancelled."""
         limits = [one.residency.idle_ttl_s for one in self._models.values() if _limit(one) is not None]
         while limits:
             await asyncio.sleep(min(limit for limit in limits if limit is not None) / _LOOKS)

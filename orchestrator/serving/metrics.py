@@ -170,7 +170,6 @@ class MetricSet:
         return tell
 
     def finished(self, timings: Sequence[RequestTiming]) -> None:
-        """Record the timings of completed requests; every choice of a response is one."""
         for one in timings:
             self.observe("vllm:request_queue_time_seconds", one.queue)
             self.observe("vllm:request_prefill_time_seconds", one.prefill)

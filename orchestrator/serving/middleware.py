@@ -162,7 +162,6 @@ class ApiKeys:
 
 
 def api_key(scope: Scope) -> str:
-    """Return the API key of a request, or ""."""
     kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
     return key.strip() if kind.lower() == "bearer" else ""
 
@@ -253,7 +252,6 @@ class KeyCounts:
 
     @contextmanager
     def one_more(self, key: str) -> Iterator[None]:
-        """Count a request of a key, until the end of its response."""
         hashed = _hash(key)
         self._own[hashed] += 1
         try:

@@ -241,7 +241,6 @@ class ModelServer:
         return replace(self._limits, n_positions=room)
 
     def _parser(self, request: CompletionRequest | ChatRequest, prompts: RequestPrompts) -> Parser:
-        """The parser of reasoning and tool calls in the text of one choice."""
         parser: Parser = Parser()
         if not isinstance(request, ChatRequest):
             return parser
@@ -368,10 +367,12 @@ class RequestPrompts:
 
 
 def _completion_prompts(tokenizer: Tokenizer, request: CompletionRequest) -> RequestPrompts:
-    ids = [tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in request.prompts]
+    given: Any = request.prompt
+    prompts: list[str | list[int]] = [given] if isinstance(given, str) or isinstance(given[0], int) else given
+    ids = [tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
     if not request.echo:
         return RequestPrompts(ids)
-    texts = [prompt if isinstance(prompt, str) else tokenizer.decode(list(prompt)) for prompt in request.prompts]
+    texts = [prompt if isinstance(prompt, str) else tokenizer.decode(list(prompt)) for prompt in prompts]
     return RequestPrompts(ids, tuple(one for one in zip(texts, ids, strict=True) for _ in range(request.n)))
 
 
@@ -389,7 +390,6 @@ def chat_prompts(tokenizer: Tokenizer, request: ChatRequest, form: ChatFormat) -
 
 
 def _chat_text(tokenizer: Tokenizer, request: ChatRequest | TokenizeRequest, form: ChatFormat) -> str:
-    """Render a conversation as the text that the model reads."""
     chat_tokenizer: Any = tokenizer
     if not form.template:
         raise RefusedError(400, "messages: this model has no chat template; use /v1/completions", param="messages")
@@ -427,7 +427,6 @@ def _chat_text(tokenizer: Tokenizer, request: ChatRequest | TokenizeRequest, for
 
 
 def _with_text_arguments(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages whose calls have their arguments as text, which some templates want."""
     return [
         {**turn, "tool_calls": [
             {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
@@ -486,7 +485,7 @@ def sampling_params(
         stop_strings=StopStrings(stops, scope="output") if stops else None,
         repetition_penalty=None if request.repetition_penalty == 1 else request.repetition_penalty,
         logit_bias={int(token): bias for token, bias in request.logit_bias.items()} or None,
-        prompt_logprobs=request.prompt_logprobs_wanted,
+        prompt_logprobs=request.logprobs if isinstance(request, CompletionRequest) and request.echo else None,
         logprobs=request.top_logprobs_wanted,
         structured_outputs=None if structured is None else replace(structured, after=reasoning),
         prediction=request.prediction.text if request.prediction is not None else None,

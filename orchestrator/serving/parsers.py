@@ -78,7 +78,6 @@ class StateParser(Parser):
         return delta
 
     def _take(self, size: int | None = None) -> str:
-        """Take the first characters of the held text, or all."""
         piece, self._held = self._held[:size], "" if size is None else self._held[size:]
         return piece
 
@@ -131,7 +130,6 @@ REASONING: tuple[ReasoningRow, ...] = (
 
 
 def reasoning_of(template: str) -> ReasoningRow | None:
-    """Return the markers that a chat template contains, if it contains any."""
     return next((row for row in REASONING if row.end in template), None)
 
 
@@ -277,7 +275,6 @@ class _JsonCallsParser(StateParser):
         return delta if end is None else delta + self._finish()
 
     def _finish(self) -> Delta:
-        """End the call; return its rest, or its text if it is none."""
         call, self._call, self._state = self._call, _JsonCall(keyed=self._keyed), self._between
         if (delta := call.finish(self.calls)) is None:
             return self._no_call(call.text)

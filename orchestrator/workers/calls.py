@@ -58,7 +58,6 @@ class CallUpdate:
 
     @classmethod
     def joined(cls, updates: Sequence[CallUpdate]) -> CallUpdate:
-        """Join the updates of one call, in order, into one."""
         if len(updates) == 1:
             return updates[0]
         outputs = tuple(output for update in updates for output in update.outputs)
@@ -126,7 +125,6 @@ class CallState:
 
     @classmethod
     def of(cls, call: Call, sink: Sink, numbers: Sequence[int]) -> CallState:
-        """Create the state of a call. ``numbers``: the engine's numbers for its requests."""
         shared = call.requests[0].tokenizer
         tokenizer = None if shared is None else GuardedTokenizer(decoder_of(shared))
         guarded = [

@@ -268,7 +268,6 @@ class SharedEngine:
                 self._aborted.clear()
 
     def _probe(self) -> None:
-        """Run an internal request, to check whether rounds work."""
         prompt = (0,)
         request = Request(0, prompt, Sampling(), min(4, self.generator.limits.n_positions))
         for _ in self.generator.steps(ListQueue([request])):
@@ -308,7 +307,6 @@ class AsyncEngine:
         return begun
 
     def _from_engine(self, updates: list[CallUpdate]) -> None:
-        """Receive the updates of all calls, in the engine's thread."""
         with suppress(RuntimeError):  # the loop is closed: no consumer is left
             self.loop.call_soon_threadsafe(self._deliver, updates)
 
@@ -347,7 +345,6 @@ class AsyncCall:
         return None
 
     def close(self) -> None:
-        """Abort the call; its remaining outputs are dropped."""
         self._engine.running.pop(self._ticket, None)
         self._engine.engine.end(self._ticket)
 
@@ -425,7 +422,6 @@ class FairQueue:
         self._calls[key].append(state)
 
     def first(self) -> CallState | None:
-        """Return the call whose turn it is; None if none waits."""
         return self._calls[self._keys[0]][0] if self._keys else None
 
     def took(self) -> None:

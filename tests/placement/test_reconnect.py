@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from paceline.placement.remote.drafter import DrafterContract, DraftTimeouts, Re
 from paceline.placement.remote.messages import Handshake
 from paceline.placement.remote.reconnect import DrafterEndpoint
 from tests.placement.faulty import SECRET, V, drafter, serving
+from tests.waiting import until
 
 TIMEOUTS = DraftTimeouts(hang_timeout_s=1, backoff_s=0.002, max_backoff_s=0.05)
 
@@ -69,13 +69,6 @@ def called(
     contract = DrafterContract(num_draft_tokens=k, slots=1, vocab_size=V)
     endpoint = DrafterEndpoint(address, SECRET, supervisor, startup_timeout_s=startup_timeout_s)
     return stack.enter_context(closing(RemoteDrafter(contract, endpoint, timeouts=TIMEOUTS)))
-
-
-def until(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + 120
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_a_rejected_target_reports_why_and_keeps_the_process(tmp_path: Path, stack: ExitStack) -> None:

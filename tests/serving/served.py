@@ -28,6 +28,7 @@ from paceline.placement.remote.drafter import DraftTimeouts
 from paceline.serving.ray_app import ListeningSocket, application
 from tests.decoder.tiny import VOCABULARY
 from tests.simulation import check_nothing_left
+from tests.waiting import until
 
 
 def with_tokenizer(folder: Path, *, template: str | None) -> Path:
@@ -49,11 +50,7 @@ def running() -> dict[str, int]:
 
 def process(name: str) -> int:
     """The process with that name, waited for: a killed worker is started again while requests wait."""
-    deadline = time.monotonic() + 90
-    while (number := running().get(name)) is None:
-        assert time.monotonic() < deadline, f"{name} is not back"
-        time.sleep(0.05)
-    return number
+    return until(lambda: running().get(name, 0), 90, what=f"{name} is not back", pause_s=0.05)
 
 
 def lines_of(folder: Path, names: str) -> list[str]:
@@ -97,10 +94,10 @@ def stop_until_replaced(*names: str) -> None:
     for number in stopped.values():
         os.kill(number, signal.SIGSTOP)
     try:
-        deadline = time.monotonic() + 120
-        while any(running().get(name, number) == number for name, number in stopped.items()):
-            assert time.monotonic() < deadline, "they are not replaced"
-            time.sleep(0.2)
+        until(
+            lambda: not any(running().get(name, number) == number for name, number in stopped.items()),
+            what="they are not replaced", pause_s=0.2,
+        )  # fmt: skip
     finally:
         for number in stopped.values():
             with suppress(ProcessLookupError):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 from paceline.serving.model_server import sampling_params
 from paceline.serving.openai.requests import ChatRequest
 from tests.serving.edge import ScriptedEngine, chat_tokenizer, client_of, scripted, texts
+from tests.waiting import until
 
 CALLS = (
     'Let me see. <tool_call>\n{"name": "weather", "arguments": {"city": "Z\u00fcrich {x}", "days": 2}}\n'
@@ -146,11 +146,8 @@ def test_a_response_of_one_tool_call_ends_with_it(
     assert usage.completion_tokens == 2 * len(engine.tokenizer.encode(SAYS[said][:first]))
     ticket = engine.calls[-1].ticket
     assert (ticket, 0) in engine.left  # while the other choice was written
-    for _ in range(6000):  # its generator is closed behind the last byte of the answer
-        if ticket in engine.ended[before:]:
-            return
-        time.sleep(0.01)
-    pytest.fail("the engine still writes")
+    # Its generator is closed after the last byte of the answer.
+    until(lambda: ticket in engine.ended[before:], what="the engine still writes")
 
 
 @pytest.mark.parametrize(("parallel", "most"), [(False, 1), (True, None)])

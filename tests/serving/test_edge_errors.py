@@ -27,6 +27,7 @@ from paceline.serving.router import Health, Item, RequestContext, StreamChunk
 from paceline.serving.settings import ApiSettings
 from paceline.workers.calls import Call, CallUpdate, Sink
 from tests.serving.edge import ScriptedEngine, client_of, running, scripted
+from tests.waiting import until
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
 COMPLETION = {"model": "m", "prompt": "x"}
@@ -317,12 +318,9 @@ def test_a_disconnected_client_frees_its_slot(stream: bool, caplog: pytest.LogCa
                 time.sleep(0.2)  # and the connection is closed in the middle of the stream
         except httpx.TimeoutException:
             assert not stream
-        end = time.monotonic() + 20
-        while not engine.ended or not (
-            lines := [JsonFormatter().format(one) for one in caplog.records if one.name == "paceline.access"]
-        ):
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        until(lambda: engine.ended)
+        until(lambda: any(one.name == "paceline.access" for one in caplog.records))
+    lines = [JsonFormatter().format(one) for one in caplog.records if one.name == "paceline.access"]
     assert [json.loads(line)["status"] for line in lines] == [499]
 
 
@@ -408,10 +406,7 @@ def test_a_deadline_ends_an_answer() -> None:
         stream = client.completions.create(model="m", prompt="x", max_tokens=500, stream=True)
         with pytest.raises(openai.APIError, match="the response was not complete before the deadline; ask for"):
             list(stream)
-        end = time.monotonic() + 20
-        while len(engine.ended) < 2:  # the client hears of it first
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        until(lambda: len(engine.ended) >= 2)  # the client hears of it first
 
 
 def test_a_lost_answer_ends_with_an_error_object() -> None:

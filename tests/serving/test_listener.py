@@ -9,7 +9,6 @@ import stat
 import subprocess
 import sys
 import threading
-import time
 import urllib.error
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +24,7 @@ from starlette.types import Receive, Scope, Send
 
 from paceline.core.errors import ConfigurationError, WorkerError
 from paceline.serving.ray_app import ListeningSocket, receive_socket, serving
+from tests.waiting import until
 
 ANSWERS = """
 import asyncio, sys
@@ -108,10 +108,7 @@ def test_the_socket_file_is_private() -> None:
     with pytest.raises(WorkerError, match="start the service again"):
         receive_socket(listening.handover)
     listening.close()  # again: nothing happens
-    end = time.monotonic() + 30
-    while any(thread.name == "paceline-http-socket" for thread in threading.enumerate()):
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    until(lambda: not any(thread.name == "paceline-http-socket" for thread in threading.enumerate()))
 
 
 def test_running_responses_finish_and_no_more_start() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,6 +25,7 @@ from paceline.serving.ray_app import deploy_config
 from paceline.serving.settings import ApiSettings
 from tests.decoder.tiny import save_pair
 from tests.serving.served import admin, said, served, statuses, with_tokenizer
+from tests.waiting import until
 
 pytestmark = pytest.mark.ray
 PROMPT = "def f(a, b):"
@@ -73,10 +73,7 @@ def test_a_config_file_deploys_the_builder(client: openai.OpenAI, cluster: Clust
     done = subprocess.run([*line, str(home / "serve.yaml")], capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr
     below = client.with_options(base_url=str(client.base_url).replace("/v1", "/second/v1"))
-    end = time.monotonic() + 180
-    while serve.status().applications["second"].status != "RUNNING":
-        assert time.monotonic() < end, serve.status()
-        time.sleep(0.2)
+    until(lambda: serve.status().applications["second"].status == "RUNNING", 180, what=serve.status, pause_s=0.2)
     assert [model.id for model in below.models.list()] == ["again"]
     for action, status in (("unload", 503), ("load", 200)):  # who is not told of it waits for a replica, and hangs
         assert admin(below, "POST", f"/{action}", {"model": "again"})["state"] == f"{action}ed"

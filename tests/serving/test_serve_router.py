@@ -30,7 +30,7 @@ class Handle:
     def __init__(self, *attempts: Attempt) -> None:
         self._attempts, self.skips, self.cancelled = list(attempts), list[tuple[int, ...]](), 0
         self.cards, self.readers = list[ModelCard](), list[str]()
-        self.stream = self
+        self.stream, self.kind = self, Items
 
     def options(self, **_: object) -> Handle:
         return self
@@ -38,7 +38,7 @@ class Handle:
     def remote(self, _: object, context: RequestContext, skip: tuple[int, ...]) -> Items:
         self.skips.append(skip)
         self.readers.append(context.reader)
-        return Items(self, (self._attempts.pop(0) if self._attempts[1:] else self._attempts[0])(skip))
+        return self.kind(self, (self._attempts.pop(0) if self._attempts[1:] else self._attempts[0])(skip))
 
     def broadcast(self, method: str, *_: object) -> Any:
         if not self.cards:
@@ -132,11 +132,9 @@ def test_a_model_without_a_replica_ends_the_response(monkeypatch: pytest.MonkeyP
             await asyncio.sleep(60)
             yield StreamStart(0)
 
-    class Empty(Handle):
-        def remote(self, _: object, __: object, skip: tuple[int, ...]) -> Items:
-            return Waits(self, [])
-
-    (failed,) = ask(Empty(), monkeypatch, recovery_s=0.05)
+    handle = Handle(answers(4))
+    handle.kind = Waits
+    (failed,) = ask(handle, monkeypatch, recovery_s=0.05)
     assert isinstance(failed, Failed) and (failed.error.status, failed.error.code) == (503, "model_unavailable")
     assert failed.error.retry_after_s
 
@@ -251,12 +249,8 @@ def test_the_lifecycle_is_called_if_no_replica_responds(
     class Late(Items):
         async def __aiter__(self) -> AsyncIterator[Item]:
             await there.wait()
-            for item in answers(4)(()):
-                yield item  # type: ignore[misc]
-
-    class Away(Handle):
-        def remote(self, _: object, __: object, skip: tuple[int, ...]) -> Items:
-            return Late(self, [])
+            async for item in super().__aiter__():
+                yield item
 
     class Asked:
         demands = 0
@@ -269,7 +263,9 @@ def test_the_lifecycle_is_called_if_no_replica_responds(
                 raise decides
 
     async def run() -> list[Item]:
-        router = ServeRouter({"m": Away()}, lifecycle=Asked())  # type: ignore[arg-type]
+        handle = Handle(answers(4))
+        handle.kind = Late
+        router = ServeRouter({"m": handle}, lifecycle=Asked())  # type: ignore[arg-type]
         request = CompletionRequest(model="m", prompt="x", seed=1)
         return [item async for item in router.stream(request, RequestContext.new())]
 

@@ -40,6 +40,7 @@ from tests.serving.served import (
     struck,
     with_tokenizer,
 )
+from tests.waiting import until
 
 pytestmark = pytest.mark.ray
 PROMPT = "def f(a, b):"
@@ -98,10 +99,8 @@ def test_a_model_is_loaded_on_demand_and_releases_its_cores(client: openai.OpenA
 def test_pins_survive_the_death_of_the_http_process(client: openai.OpenAI) -> None:
     assert admin(client, "POST", "/pin", {"model": "small"})["pinned"]
     os.kill(ingress := process("ingress"), signal.SIGKILL)
-    end = time.monotonic() + 90
-    while process("ingress") == ingress or not isinstance(found := answer_of(client), dict):
-        assert time.monotonic() < end
-        time.sleep(0.1)
+    until(lambda: process("ingress") != ingress, 90, pause_s=0.1)
+    found = until(lambda: answer_of(client), 90, pause_s=0.1)
     decides = ray.get_actor(actor_name("paceline"), namespace=NAMESPACE)
     os.kill(process("lifecycle"), signal.SIGKILL)  # who decides is started again, and asked again
     assert {one["name"]: one["pinned"] for one in found["models"]} == {"chat": False, "small": True, "late": False}
@@ -137,10 +136,7 @@ def test_a_model_is_one_process_whose_counts_and_logs_are_found(client: openai.O
     client.completions.create(**asked)  # type: ignore[call-overload]
     assert tokens() == before + 7
     folder = Path(cluster.head_node.get_session_dir_path()) / "logs" / "serve"
-    end = time.monotonic() + 20
-    while not (found := [line for line in lines_of(folder, "*openai*") if "find-me-7" in line]):
-        assert time.monotonic() < end, list(folder.iterdir())
-        time.sleep(0.1)
+    found = until(lambda: [line for line in lines_of(folder, "*openai*") if "find-me-7" in line], 20)
     (line,) = map(json.loads, found)
     assert (line["request_id"], line["access"]["request_id"]) == ("find-me-7", "find-me-7")
     assert (line["access"]["status"], line["access"]["completion_tokens"]) == (200, 7)

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import time
 import tracemalloc
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,6 +19,7 @@ import paceline
 from paceline.workers.shared_engine import SharedEngine
 from tests.serving.edge import running
 from tests.serving.test_edge_engine import SCHEMA, application, generator
+from tests.waiting import until
 
 FORM = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
@@ -74,14 +73,6 @@ def test_finished_requests_leave_nothing() -> None:
             tracemalloc.stop()
     assert statuses == {200: 84, 400: 14}
     assert last - first < KEPT_BYTES
-
-
-def until(true: Callable[[], bool]) -> None:
-    """Wait for it."""
-    end = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 def living() -> Counter[str]:

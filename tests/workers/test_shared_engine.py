@@ -5,7 +5,6 @@ call.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -27,6 +26,7 @@ from paceline.workers.target import make_target
 from tests.decoder.tiny import VOCABULARY, Workshop, fresh
 from tests.fakes import Around, Checked, TableDecoder, near, table
 from tests.fakes_text import Pieces
+from tests.waiting import until
 from tests.workers.heard import asked as outputs_by
 from tests.workers.heard import outputs_of
 
@@ -75,13 +75,6 @@ def say(
 ) -> list[int]:
     requests = Request.batch([prompt], SamplingParams.merge(None, asked), found[2].generator.limits)
     return [token for output in outputs_of(found[0], ticket, requests) for token in output.tokens]
-
-
-def until(true: object) -> None:
-    end = time.monotonic() + 120
-    while not true():  # type: ignore[operator]
-        assert time.monotonic() < end
-        time.sleep(0.002)
 
 
 @pytest.mark.parametrize("slots", [2, 4])

@@ -245,13 +245,6 @@ class ResponseFormat(Strict):
             raise ValueError("json_schema: expected type json_schema with it; correct the type")
         return self
 
-    @property
-    def structured(self) -> StructuredOutputs | None:
-        """The same as vLLM's ``structured_outputs``."""
-        if self.json_schema is not None:
-            return StructuredOutputs.model_validate({"json": self.json_schema.schema_})
-        return StructuredOutputs(json_object=True) if self.type == "json_object" else None
-
 
 class GenerationFields(SamplingFields, StreamFields, StructureFields, IgnoredFields):
     """Fields that completions and chats share."""
@@ -274,7 +267,10 @@ class GenerationFields(SamplingFields, StreamFields, StructureFields, IgnoredFie
 
     @property
     def structured(self) -> StructuredOutputs | None:
-        return self.response_format.structured or self.structured_outputs
+        form = self.response_format
+        if form.json_schema is not None:
+            return StructuredOutputs.model_validate({"json": form.json_schema.schema_})
+        return StructuredOutputs(json_object=True) if form.type == "json_object" else self.structured_outputs
 
 
 def read_body(model: type[ModelT], body: bytes) -> ModelT:

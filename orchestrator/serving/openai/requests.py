@@ -28,6 +28,7 @@ from paceline.serving.openai.fields import (
 DEFAULT_TOKENS = 16  # OpenAI's default of max_tokens for completions; chat has none
 MAX_PROMPTS = 2048
 _Ids = Annotated[list[TokenId], Field(min_length=1)]
+_Several = Field(min_length=1, max_length=MAX_PROMPTS)
 
 
 class CompletionRequest(GenerationFields):
@@ -36,7 +37,7 @@ class CompletionRequest(GenerationFields):
     prompt_field: ClassVar[str] = "prompt"
 
     prompt: Annotated[
-        str | _Ids | Annotated[list[str] | list[_Ids], Field(min_length=1, max_length=MAX_PROMPTS)],
+        str | _Ids | Annotated[list[str], _Several] | Annotated[list[_Ids], _Several],
         Field(description=f"a string, a list of ids, or a list of at most {MAX_PROMPTS} strings or lists of ids"),
     ]
     max_tokens: Annotated[int, Field(ge=0, description="at least 1, or 0 with echo")] = DEFAULT_TOKENS
@@ -58,14 +59,6 @@ class CompletionRequest(GenerationFields):
         return self
 
     @property
-    def prompts(self) -> list[str | list[int]]:
-        """Each prompt, as text or as ids."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        ids = [item for item in self.prompt if isinstance(item, int)]
-        return [ids] if ids else [item for item in self.prompt if not isinstance(item, int)]
-
-    @property
     def max_new_tokens(self) -> int | None:
         """At least one, though a response with only the prompt does not show it."""
         return max(1, self.max_tokens)
@@ -79,11 +72,6 @@ class CompletionRequest(GenerationFields):
     def top_logprobs_wanted(self) -> int | None:
         """Number of alternatives of each token that get a log-probability; None: no log-probabilities."""
         return self.logprobs
-
-    @property
-    def prompt_logprobs_wanted(self) -> int | None:
-        """The same for the tokens of a prompt that is repeated."""
-        return self.logprobs if self.echo else None
 
 
 class TextPart(Strict):
@@ -295,10 +283,6 @@ class ChatRequest(GenerationFields, TemplateFields):
     @property
     def top_logprobs_wanted(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
-
-    @property
-    def prompt_logprobs_wanted(self) -> int | None:
-        return None
 
     @property
     def tools_offered(self) -> list[Tool]:
