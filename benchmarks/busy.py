@@ -82,7 +82,6 @@ def processor_seconds(process: subprocess.Popen[bytes]) -> float:
 
 
 def ours(path: Path) -> Callable[[], object]:
-    """A text by plain decoding."""
     decoder = AutoDecoder.from_pretrained(path, n_positions=128)
     return lambda: decoder.sample([PROMPT], max_new_tokens=NEW, eos_token_id=[])
 
@@ -100,7 +99,6 @@ def of_llama_cpp(path: Path) -> Callable[[], object]:
 
 
 def speed(text: Callable[[], object], seconds: float) -> float:
-    """Tokens/s."""
     begin, texts = time.perf_counter(), 0
     while time.perf_counter() - begin < seconds:
         text()
@@ -109,7 +107,6 @@ def speed(text: Callable[[], object], seconds: float) -> float:
 
 
 def measure(sides: dict[str, Callable[[], object]], seconds: float, turns: int) -> dict[str, object]:
-    """Measurements of every side with every number of other programs."""
     threads = torch.get_num_threads()
     speeds: dict[str, dict[int, list[float]]] = {name: {count: [] for count in COUNTS} for name in sides}
     cores: dict[int, list[float]] = {count: [] for count in COUNTS}
@@ -132,7 +129,6 @@ def measure(sides: dict[str, Callable[[], object]], seconds: float, turns: int) 
 def row(
     count: int, speeds: dict[int, list[float]], cores: dict[int, list[float]], *, threads: int
 ) -> dict[str, object]:
-    """Speed and cores with ``count`` busy programs over those without any."""
     of = {key: statistics.fmean(values[count]) / statistics.fmean(values[0]) for key, values in
           {"speed": speeds, "cores": cores}.items()}  # fmt: skip
     fair = min(1.0, (os.cpu_count() or 1) / (count + threads))

@@ -6,6 +6,7 @@ import datetime
 import json
 import os
 import platform
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,22 @@ def llama_cpp(file: Path, positions: int, *, batch: int = 512) -> Any:
 
     cores = os.cpu_count() or 1
     return Llama(str(file), n_ctx=positions, n_batch=batch, n_threads=cores, n_threads_batch=cores, verbose=False)
+
+
+def free_port() -> int:
+    """A port of loopback that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def child(*arguments: str) -> Any:
+    """Run this benchmark in a separate process, show the JSON object on its last line and return it."""
+    command = [sys.executable, sys.argv[0], *arguments]
+    output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    row = json.loads(output.splitlines()[-1])
+    print(row, flush=True)
+    return row
 
 
 def facts() -> dict[str, object]:

@@ -89,7 +89,6 @@ class Client:
         return Whole(time.monotonic() - begin, unanswered)
 
     def answers(self) -> bool:
-        """Whether a new request is answered."""
         begin = time.monotonic()
         try:
             asked = self._openai.with_options(timeout=20).completions
@@ -112,5 +111,4 @@ class Client:
         return float("inf")
 
     def loaded(self) -> Sequence[str]:
-        """The models that the service lists."""
         return [one["id"] for one in json.load(urlopen(f"{self._url}/v1/models", timeout=5))["data"]]

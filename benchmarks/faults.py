@@ -70,7 +70,6 @@ class Outcome:
 
 
 def outcome(fault: str, ended: Sequence[Stream], wanted: Sequence[str], whole: Whole) -> Outcome:
-    """How streams ended, against their texts without a fault."""
     equal = sum(stream.text == text and not stream.error for stream, text in zip(ended, wanted, strict=True))
     typed, broken = (sum(stream.error == kind for stream in ended) for kind in ("typed", "broken"))
     pause = max((stream.pause_s for stream in ended), default=0.0)
@@ -107,12 +106,10 @@ class Record:
         self.outcomes = [Outcome(**json.loads(line)) for line in lines]
 
     def is_open(self, fault: str, streams: int) -> bool:
-        """Whether it is to be tried now."""
         known = {(one.fault, one.streams) for one in self.outcomes}
         return (fault, streams) not in known and time.monotonic() < self._end
 
     def note(self, rows: Sequence[Outcome]) -> None:
-        """Take down what was seen."""
         self.outcomes.extend(rows)
         for row in rows:
             print(row, flush=True)
@@ -151,7 +148,6 @@ def under_streams(client: Client, fault: str, strike: Callable[[], None], wanted
 
 
 def name_of(victims: Sequence[str], number: int) -> str:
-    """Name of a fault."""
     return f"{'kill -9' if number == signal.SIGKILL else 'SIGSTOP'} {' + '.join(victims)}"
 
 
@@ -326,7 +322,6 @@ def _switch_off(cluster: Cluster, node: Any) -> None:
 
 
 def parsed() -> argparse.Namespace:
-    """The options."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--target", type=Path, required=True)
     parser.add_argument("--draft", type=Path, required=True)

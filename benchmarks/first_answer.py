@@ -18,7 +18,6 @@ import os
 import resource
 import shutil
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -31,7 +30,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from common import ROOT, publish
+from common import ROOT, free_port, publish
 
 PAIR = ["--target", "examples/pycode/target", "--draft", "examples/pycode/draft"]
 SMOLLM2 = ["--target", "smollm2", "--draft", "examples/smollm2/eagle3:k=3"]
@@ -74,16 +73,12 @@ def by_stdout(command: list[str], variables: dict[str, str], folder: Path, *, gi
 
 
 def by_question(command: list[str], variables: dict[str, str], folder: Path) -> Waits:
-    """Time of a chat that gets one question."""
     return by_stdout(command, variables, folder, given=QUESTION)
 
 
 def by_request(command: list[str], variables: dict[str, str], folder: Path) -> Waits:
     """Time of a server: from the command to the first event of a stream."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    begin = time.perf_counter()
+    port, begin = free_port(), time.perf_counter()
     process = subprocess.Popen(
         [*command, "--port", str(port)], cwd=folder, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
@@ -143,7 +138,6 @@ def cache(filled: Path | None) -> Iterator[Path]:
 
 
 def timed(case: Case, checkout: Path, root: Path, more: Sequence[str] = ()) -> Waits:
-    """One run of a case in a checkout with that cache."""
     programs = checkout / ".venv" / "bin"
     program = [str(programs / "python")] if case.command[0].endswith(".py") else [str(programs / "paceline")]
     return case.run([*program, *case.command, *more], {**os.environ, "PACELINE_CACHE": str(root)}, checkout)
@@ -169,7 +163,6 @@ def row(case: Case, checkouts: dict[str, Path], repeats: int) -> Iterator[dict[s
 
 
 def main() -> None:
-    """Run the cases and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=[case.name for case in CASES])
     parser.add_argument("--models", nargs="+", default=["pycode", "smollm2"])

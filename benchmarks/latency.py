@@ -26,7 +26,6 @@ from paceline.text.tokenizer import load_tokenizer
 
 
 def summary(row: Row) -> dict[str, object]:
-    """Figures of one prompt."""
     seconds, prefill, plain = row["seconds"], row["prefill_seconds"], row["plain_seconds"]
     return {
         "seconds": round(seconds, 4),
@@ -38,7 +37,6 @@ def summary(row: Row) -> dict[str, object]:
 
 
 def measure(experiment: Path, lengths: Sequence[int], total: int, repeats: int | None) -> dict[str, dict[str, object]]:
-    """Figures by drafter and length of the prompt."""
     config = load_config(experiment)
     path = checkpoint_path(config.targets[0].path)
     text = "\n".join(file.read_text(encoding="utf-8") for file in sorted((ROOT / "core").glob("*.py")))

@@ -19,14 +19,12 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from time import perf_counter
 
 import torch
-from common import publish
+from common import child, publish
 from gguf import GGMLQuantizationType
 from gguf_writer import write_gguf
 from shapes import SHAPES, config_of
@@ -58,7 +56,6 @@ HELD = ("", "int8", "fp8_e4m3", "q8_0", "q4_0", "q4_1")
 
 
 def save(folder: Path, shape: str) -> None:
-    """The same model in each kind of file."""
     config = config_of(SHAPES[shape], tie_word_embeddings=False)
     with torch.device("meta"):
         empty = LlamaForCausalLM(config)
@@ -80,7 +77,6 @@ def memory(name: str) -> int:
 
 
 def measure(small: Path, large: Path, kind: tuple[str, str, str]) -> dict[str, object]:
-    """One load, in this process."""
     stored, amp, quantization = kind
 
     def load(folder: Path) -> SamplingDecoder:
@@ -146,11 +142,8 @@ def main() -> None:
         save(small, "tiny")
         save(large, options.shape)
         for kind in kinds:
-            command = [sys.executable, __file__, "--child", str(small), str(large), "--kind", *kind]
-            command += ["--held"] if options.held else []
-            output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-            rows.append(json.loads(output.splitlines()[-1]))
-            print(rows[-1], flush=True)
+            more = ["--held"] if options.held else []
+            rows.append(child("--child", str(small), str(large), "--kind", *kind, *more))
     publish({"shape": options.shape, "held" if options.held else "load": rows})
 
 

@@ -18,15 +18,13 @@ import argparse
 import json
 import resource
 import statistics
-import subprocess
-import sys
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
 
 import torch
-from common import llama_cpp, publish
+from common import child, llama_cpp, publish
 from gguf import GGMLQuantizationType
 from gguf_writer import write_gguf
 from shapes import SHAPES, random_model
@@ -82,15 +80,6 @@ def theirs(folder: Path, length: int) -> dict[str, float]:
     return {"positions": length, "llama_cpp_s": round(perf_counter() - begin, 3)}
 
 
-def child(folder: str, length: int, *, peer: bool) -> dict[str, float]:
-    """One measurement in a separate process."""
-    command = [sys.executable, __file__, "--child", folder, "--lengths", str(length), *(["--peer"] if peer else [])]
-    output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-    row: dict[str, float] = json.loads(output.splitlines()[-1])
-    print(row, flush=True)
-    return row
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
@@ -112,9 +101,10 @@ def main() -> None:
         found: dict[int, list[dict[str, float]]] = {length: [] for length in options.lengths}
         for _ in range(options.repeats):
             for length in options.lengths:
-                row = child(folder, length, peer=False)
+                asked = "--child", folder, "--lengths", str(length)
+                row = child(*asked)
                 if installed and length <= options.beside:
-                    row |= child(folder, length, peer=True)
+                    row |= child(*asked, "--peer")
                 found[length].append(row)
         for each in found.values():
             rows.append({key: statistics.median(one[key] for one in each) for key in each[0]})

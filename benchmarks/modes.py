@@ -40,7 +40,6 @@ from paceline.text.tokenizer import load_tokenizer
 
 
 def by_category(found: Mapping[str, Sequence[Row]]) -> dict[str, object]:
-    """Figures of each category of prompts."""
     names = dict.fromkeys(row["category"] for row in found[PLAIN])
     return {
         name: {mode: figures([row for row in rows if row["category"] == name]) for mode, rows in found.items()}

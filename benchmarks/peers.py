@@ -20,7 +20,6 @@ import argparse
 import json
 import os
 import re
-import socket
 import statistics
 import subprocess
 import sys
@@ -33,7 +32,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, publish
+from common import ROOT, free_port, publish
 from safetensors.torch import load_file, save_file
 
 from paceline.decoder import environment
@@ -72,11 +71,9 @@ class Worker:
         return json.loads(answer.removeprefix(MARK))
 
     def run(self, name: str) -> Row:
-        """Answer the prompts in one mode."""
         return {"side": name, **self._answer(name)}
 
     def close(self) -> None:
-        """End the process."""
         self._process.kill()
         self._process.wait()
 
@@ -91,7 +88,6 @@ class LlamaBench:
         self._variables = variables
 
     def run(self, name: str) -> Row:
-        """Run its test of new tokens."""
         (found,) = json.loads(subprocess.check_output(self._command, env=os.environ | self._variables))
         return {"side": name, "tokens": BENCH_TOKENS, "seconds": BENCH_TOKENS / found["avg_ts"], "prompt_seconds": None}
 
@@ -104,9 +100,7 @@ class LlamaServer:
 
     def __init__(self, command: Sequence[str], name: str, log: Path, asked: dict[str, Any], variables: dict[str, str]):
         self.names, self._asked = [name], asked
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port, cores = str(probe.getsockname()[1]), str(environment.threads(environment.cores()))
+        port, cores = str(free_port()), str(environment.threads(environment.cores()))
         self._url = f"http://127.0.0.1:{port}"
         own = ["--port", port, "-c", "1024", "-np", "1", "-t", cores, "-tb", cores, "--no-ui"]
         self._log = log.open("w")
@@ -131,7 +125,6 @@ class LlamaServer:
         raise SystemExit(f"its server did not start; see {self._log.name}")
 
     def run(self, name: str) -> Row:
-        """Answer the prompts; times are those of its answers."""
         tokens, seconds, prompt = 0, 0.0, 0.0
         for ids in self._asked["prompts"]:
             body = {"prompt": ids, "n_predict": self._asked["new"], "temperature": 0, "cache_prompt": False}
@@ -145,7 +138,6 @@ class LlamaServer:
         return {"side": name, "tokens": tokens, "seconds": seconds, "prompt_seconds": prompt}
 
     def close(self) -> None:
-        """End the server."""
         self._process.kill()
         self._process.wait()
         self._log.close()
@@ -233,7 +225,6 @@ def sides(options: argparse.Namespace, asked: dict[str, Any], stack: ExitStack, 
 
 
 def summary(rows: Sequence[Row]) -> dict[str, dict[str, float | None]]:
-    """Medians of the turns of every side."""
     found: dict[str, dict[str, float | None]] = {}
     for name in dict.fromkeys(row["side"] for row in rows):
         turns = [row for row in rows if row["side"] == name]

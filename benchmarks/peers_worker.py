@@ -112,7 +112,6 @@ def onnxruntime(asked: Asked) -> Iterator[tuple[str, Callable[[], Mode]]]:
 
 
 def mlx(asked: Asked) -> Iterator[tuple[str, Callable[[], Mode]]]:
-    """mlx-lm on the CPU."""
     from mlx_lm import load, stream_generate
 
     def make() -> Mode:
@@ -151,7 +150,6 @@ def transformers(asked: Asked) -> Iterator[tuple[str, Callable[[], Mode]]]:
 
 
 def main() -> None:
-    """Answer until the questions end."""
     asked: Asked = json.loads(sys.stdin.readline())
     modes: dict[str, Mode] = {}
     programs = {"paceline": paceline, "openvino": openvino, "onnxruntime": onnxruntime, "mlx": mlx}

@@ -136,7 +136,6 @@ def ahead() -> dict[str, object]:
 
 
 def ahead_at(draft_ms: int, verify_ms: int, alpha: float) -> dict[str, object]:
-    """One row of it."""
     row: dict[str, object] = {}
     for name, on, beta in (("turns", False, None), ("one", True, None), ("several", True, SECOND)):
         with elsewhere(draft_ms / 1000, alpha, ahead=on, beta=beta) as (draft, _):
@@ -225,7 +224,6 @@ def mixes(small: Path) -> dict[str, tuple[list[dict[str, object]], dict[str, obj
 
 
 def left(running: placement.Deployment) -> dict[str, object]:
-    """The fragmentation report of the one node."""
     (found,) = running.fragmentation().values()
     runs = {str(degree): count for degree, count in found.runs if count}
     return {"free": found.free, "runs": runs, "stranded": round(found.stranded, 2)}

@@ -71,7 +71,6 @@ def call(function: ctypes._CFuncPtr, *arguments: Tensor | float | None) -> None:
 
 
 def matmuls(library: ctypes.CDLL, name: str, megabytes: int) -> Kernel:
-    """A pass over matrices of one format."""
     torch.manual_seed(0)
     matrices: list[tuple[int, int, Tensor, Tensor | None]] = []
     for K, N in LAYER:
@@ -94,7 +93,6 @@ def matmuls(library: ctypes.CDLL, name: str, megabytes: int) -> Kernel:
 
 
 def attention(library: ctypes.CDLL, name: str, megabytes: int) -> Kernel:
-    """Attention of windows at the end of caches."""
     dtype = PLAIN[name]
     torch.manual_seed(0)
     one = torch.randn(1, GROUPS, POSITIONS, WIDTH).to(dtype)
@@ -114,7 +112,6 @@ def attention(library: ctypes.CDLL, name: str, megabytes: int) -> Kernel:
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Time of one run."""
     begin = perf_counter()
     work()
     return perf_counter() - begin

@@ -68,7 +68,6 @@ class Scheduler:
         self._count = 0
 
     def start(self, group: ReplicaGroupPlan) -> bool:
-        """Whether there was room."""
         # The most used first, so that whole machines stay free for what needs them.
         for node in sorted(self.cluster.alive, key=lambda name: (-sum(map(len, self._used.get(name, []))), name)):
             if not self._fits(node, group):
@@ -91,7 +90,6 @@ class Scheduler:
         return False
 
     def end(self, replica: str) -> None:
-        """A replica ends and its cores are given back."""
         self.placed.pop(replica)
         names = [name for name in self.cluster.workers if name.startswith(f"{replica}-")]
         for name in names:

@@ -90,8 +90,6 @@ async def ask(port: int, prompt: str, tokens: int, seed: int) -> Answer | None:
 
 
 async def closed(port: int, prompts: Sequence[str], tokens: int, *, streams: int, each: int) -> list[Answer | None]:
-    """``each`` requests of each stream, one after the other."""
-
     async def one(stream: int) -> list[Answer | None]:
         return [
             await ask(port, prompts[(stream + number) % len(prompts)], tokens, stream * each + number)
@@ -274,7 +272,6 @@ def measure(options: argparse.Namespace, k: str, port: int) -> Iterator[Row]:
 
 
 def measure_gaps(options: argparse.Namespace) -> Gaps:
-    """How long streams wait for others' prompts."""
     positions = positions_of(options.target)
     options = argparse.Namespace(**{**vars(options), "n_positions": positions})
     tokenizer = load_tokenizer(options.target)
@@ -287,7 +284,6 @@ def measure_gaps(options: argparse.Namespace) -> Gaps:
 
 
 def positions_of(folder: Path) -> int:
-    """How many a model has."""
     return int(json.loads((folder / "config.json").read_text())["max_position_embeddings"])
 
 

@@ -31,7 +31,6 @@ def count_processes(root: int) -> Counter[str]:
 
 
 def every_process(root: int) -> Iterator[tuple[str, int]]:
-    """Kind and pid of each."""
     for pid in descendants(root):
         with suppress(OSError):
             title = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()

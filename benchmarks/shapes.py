@@ -46,7 +46,6 @@ def random_model(shape: Sequence[int], folder: Path, *, seed: int = 0, **fields:
 
 
 def distinct(count: int, vocabulary: int) -> list[int]:
-    """``count`` different tokens."""
     assert count <= vocabulary, "a window has no more tokens than there are"
     return [(7 + 131 * i) % vocabulary for i in range(count)]  # a step that divides none of the vocabularies
 

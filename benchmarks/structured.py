@@ -74,8 +74,6 @@ class Block:
 
 
 class Runs:
-    """Decodes blocks with plain decoding and with every draft."""
-
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self._tokenizer = AutoTokenizer.from_pretrained(DEMO / "target")
@@ -89,7 +87,6 @@ class Runs:
         self._generators = {"plain": SpeculativeGenerator(None, target), **drafts}
 
     def block(self, kind: str, structured: StructuredOutput, temperature: float, *, first: int) -> Block:
-        """Decode one, and judge it."""
         begin, counts, means = perf_counter(), Counter[str](), dict[str, float]()
         places = range(first, first + BLOCK)
         rows = [self._prompts[place % len(self._prompts)] for place in places]
@@ -120,14 +117,12 @@ class Runs:
 
 
 def read_blocks(file: Path | None) -> list[Block]:
-    """Results of an earlier run."""
     if file is None or not file.exists():
         return []
     return [Block(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def summary(blocks: Sequence[Block]) -> dict[str, object]:
-    """Summary of all results so far."""
     counts, backends = Counter[str](), Counter[str]()
     for block in blocks:
         counts.update(block.counts)
@@ -139,7 +134,6 @@ def summary(blocks: Sequence[Block]) -> dict[str, object]:
 
 
 def main() -> None:
-    """Run what is not done yet, and print what was counted."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--outputs", type=int, default=10_000, help="of all kinds, temperatures and drafts together")
     parser.add_argument("--drafts", nargs="+", default=["suffix", str(DEMO / "draft")])

@@ -13,10 +13,8 @@ MAKERS = {role: f"benchmarks.undivided:{role}" for role in ("target", "draft")}
 
 
 def target(settings: Settings, drafter: Drafter | None, *, max_waiting: int | None = None) -> SharedEngine:
-    """A target's worker."""
     return make_target({**settings, "tp_degree": 1}, drafter, max_waiting=max_waiting)
 
 
 def draft(settings: Settings) -> DrafterPool:
-    """A draft's worker."""
     return make_drafters({**settings, "tp_degree": 1})

@@ -95,7 +95,6 @@ def compare(
 
 
 def run(sampler: Sampler, prompts: list[Prompt], measured: Measured, *, max_new_tokens: int) -> None:
-    """Decode all prompts once, greedily."""
     measured.results, seconds = [], []
     for prompt in prompts:
         begin = perf_counter()
@@ -107,7 +106,6 @@ def run(sampler: Sampler, prompts: list[Prompt], measured: Measured, *, max_new_
 
 
 def table(plain: Measured, fast: Measured, options: argparse.Namespace, label: str) -> Table:
-    """Both, side by side."""
     every = list(range(len(plain.results)))
     new, repetitions = options.max_new_tokens, options.repetitions
     title = f"{len(every)} prompts, up to {new} new tokens, greedy, bf16, median of {repetitions}"
@@ -124,7 +122,6 @@ def table(plain: Measured, fast: Measured, options: argparse.Namespace, label: s
 
 
 def by_category(plain: Measured, fast: Measured, categories: list[str]) -> Table:
-    """Speeds and acceptance of each category."""
     rows = Table("category", "plain, tokens/s", "speculative", "speedup", "tau")
     for name in dict.fromkeys(categories):
         of = [row for row, category in enumerate(categories) if category == name]

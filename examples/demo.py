@@ -85,7 +85,6 @@ class Clock:
 
 
 def main() -> int:
-    """Load, stream, measure, compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=sorted(MODELS), default="smollm2")
     parser.add_argument("--mode", choices=MODES, help="who drafts")
@@ -103,7 +102,6 @@ def main() -> int:
 
 
 def positive(text: str) -> int:
-    """A number of the command line that cannot be 0."""
     if (value := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"must be 1 or more, not {value}")
     return value
@@ -122,7 +120,6 @@ def found(model: Model) -> Model:
 
 
 def demo(console: Console, options: argparse.Namespace) -> int:
-    """The whole demo; the exit status."""
     clock = Clock()
     model = fetched(MODELS[options.model])
     clock.lap("model and kernels")
@@ -158,7 +155,6 @@ def fetched(model: Model) -> Model:
 
 
 def decoder(model: Model, path: Path | None) -> SamplingDecoder:
-    """Load the target or the draft model."""
     assert path is not None
     with bar(err(), f"loading {path}") as shown:
         return AutoDecoder.from_pretrained(
@@ -172,7 +168,6 @@ def decoder(model: Model, path: Path | None) -> SamplingDecoder:
 
 
 def generator(model: Model, mode: str, decoders: dict[str, SamplingDecoder], k: int) -> SpeculativeGenerator:
-    """The generator of that mode."""
     tree = {} if model.tree is None else {"draft_tree": model.tree}
     drafts: dict[str, object] = {
         "speculative": decoders.get("draft"),
@@ -209,7 +204,6 @@ def spread(prompts: list[Prompt], count: int) -> list[Prompt]:
 
 
 def stream(console: Console, source: Sampler, tokenizer: Tokenizer, *, prompt: Prompt, max_new_tokens: int) -> None:
-    """Show one text as it grows."""
     view = TextView(console, tokenizer, prompt.ids, marks=True)
     console.print(f"\n{view.legend()}\n")
     view.prompt(prompt.text + ("\n\n" if prompt.category or prompt.text == QUESTION else ""))

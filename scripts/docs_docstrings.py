@@ -41,6 +41,5 @@ class TwoColumns(griffe.Extension):
     """Turns every docstring."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        """After an object was loaded."""
         if obj.docstring is not None:
             obj.docstring.value = markdown(obj.docstring.value)

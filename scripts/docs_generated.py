@@ -23,7 +23,6 @@ def generated(markdown: str) -> str:
 
 
 def commands() -> str:
-    """Every command with its help and options."""
     return "\n".join(_command(typer.main.get_command(app), "paceline"))
 
 
@@ -41,7 +40,6 @@ def _command(command: Any, name: str) -> list[str]:
 
 
 def error_classes() -> str:
-    """Every error with its docstring."""
     rows = [
         f"| `{name}` | {' '.join((inspect.getdoc(value) or '').split(chr(10) * 2)[0].split())} |"
         for name, value in vars(errors).items()
@@ -76,7 +74,6 @@ heads |"
 
 
 def layouts() -> str:
-    """Layouts of quantised checkpoints."""
     rows = [
         f"| {one['name']} | `{one['quant_method']}` | {one['summary']} |"
         for one in registry_tables()["quantised checkpoints"]

@@ -26,7 +26,6 @@ K = 4
 
 
 def main() -> None:
-    """Generate and draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompt", type=int, default=52, help="which of the demo prompts")
     parser.add_argument("--tokens", type=int, default=43, help="how many new tokens")

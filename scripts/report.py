@@ -82,7 +82,6 @@ def page(text: str, reports: Reports, study: Mapping[str, Any]) -> str:
 
 
 def main() -> int:
-    """Write or compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tables", action="store_true", help="no charts")
     parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if something is out of date")

@@ -54,7 +54,6 @@ def label(mode: str) -> str:
 
 
 def facts(reports: Reports) -> str:
-    """Machine, commit, date and versions."""
     if not reports:
         return "Not measured yet."
     first = next(iter(reports.values()))
@@ -75,7 +74,6 @@ def _positions(figures: Mapping[str, Any]) -> str:
 
 
 def modes(reports: Reports) -> str:
-    """One row for each way to decode."""
     greedy, sampled = reports["modes"]["modes"], reports.get("modes-t1", {}).get("modes", {})
     faster = bold_best([figures["over_plain"] for figures in greedy.values()])
     warm = bold_best([sampled.get(name, {}).get("over_plain") for name in greedy])
@@ -129,7 +127,6 @@ def rules(reports: Reports) -> str:
 
 
 def sampling(reports: Reports) -> str:
-    """Cost of a sampling mode compared with greedy decoding."""
     rows = [
         (name, number(row["ms"], 2, " ms"), number(100 * (row["over_greedy"] - 1), 1, " %"))
         for name, row in reports["sampling"]["kinds"].items()
@@ -164,7 +161,6 @@ def formats(reports: Reports) -> str:
 
 
 def latency(reports: Reports) -> str:
-    """Seconds to the whole text by length of the prompt, and the speedup over plain decoding."""
     measured = reports["latency"]["modes"]
     lengths = list(next(iter(measured.values())))
     rows = [(label(mode), *(_latency(row[length]) for length in lengths)) for mode, row in measured.items()]
@@ -176,7 +172,6 @@ def _latency(row: Mapping[str, Any]) -> str:
 
 
 def perplexity(reports: Reports) -> str:
-    """Perplexity of every format."""
     rows = [
         (row["format"], number(row["perplexity"]), number(row["weights_mb"], 0, " MB"))
         if "perplexity" in row
@@ -199,7 +194,6 @@ def long(reports: Reports) -> str:
 
 
 def load(reports: Reports) -> str:
-    """Peak memory and seconds of loads, from every kind of file into every format."""
     rows = [
         (
             row["stored"],

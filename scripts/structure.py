@@ -254,12 +254,10 @@ def own_import(file: str, item: Import) -> str | None:
 
 
 def is_below(file: str, place: str) -> bool:
-    """Whether a file is that file, or in that folder."""
     return file == place or file.startswith(f"{place}/")
 
 
 def is_within(name: str, package: str) -> bool:
-    """Whether a dotted name is a package or something in it."""
     return name == package or name.startswith(f"{package}.")
 
 
@@ -380,12 +378,10 @@ def keeps_its_parameters(file: str, function: Function) -> bool:
 
 
 def check(root: Path) -> list[Violation]:
-    """Every rule, over the whole tree."""
     return sorted({*check_imports(root), *check_circles(root), *check_environment(root), *check_sizes(root)})
 
 
 def main() -> int:
-    """Check the repository this script lies in."""
     violations = check(Path(__file__).resolve().parents[1])
     for violation in violations:
         print(violation)

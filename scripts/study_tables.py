@@ -37,7 +37,6 @@ def _bold(values: Sequence[float | None]) -> list[str]:
 
 
 def drafters(figures: Figures) -> str:
-    """Tokens per round of every drafter at one depth; a column for every sampling."""
     parts = []
     for target, traces in _by_target(figures):
         names = list(dict.fromkeys(name for one in traces for name in one["drafters"]))
@@ -104,7 +103,6 @@ def rules(figures: Figures) -> str:
 
 
 def speed(figures: Figures) -> str:
-    """Speed-ups of timed cells."""
     rows = [
         (one["target"], one["drafter"], one["k"], one["sampling"], one["batch_size"], f"{one['speedup']:.2f}")
         for one in figures["cells"]

@@ -91,12 +91,10 @@ BUILT_IN = frozenset({"AttributeError", "NotImplementedError", "TypeError", "OSE
 
 
 def pages(root: Path = ROOT) -> list[Path]:
-    """Every page that counts: those of the root, and of docs/."""
     return [*(root / name for name in BUDGETS if "/" not in name), *sorted((root / "docs").rglob("*.md"))]
 
 
 def words(text: str) -> int:
-    """Number of words as `wc -w` counts them."""
     return len(text.split())
 
 
@@ -117,7 +115,6 @@ def summaries(text: str) -> Iterator[str]:
 
 
 def sentences(text: str) -> Iterator[str]:
-    """Sentences of the prose, cells included."""
     joined = re.sub(r"(?<=\S)\n(?=[^\n#|\-])", " ", _prose(text))
     for line in joined.splitlines():
         yield from re.split(r"(?<=[.!?:])\s+|\|", re.sub(r"`[^`]*`", "`", line))
@@ -165,12 +162,10 @@ def code_faults(source: str) -> Iterator[tuple[Kind, int, str]]:
 
 
 def budget(name: str) -> int | None:
-    """Most words that a page may have; None if it has no budget."""
     return DECISION if name.startswith("docs/decisions/") else BUDGETS.get(name)
 
 
 def main() -> int:
-    """Print the table and what is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--verbose", action="store_true", help="print every page and every kind, not only the faults")
     verbose = parser.parse_args().verbose

@@ -41,15 +41,11 @@ Shape = Literal["window", "batch"]
 
 @dataclass(frozen=True, slots=True)
 class RowCount:
-    """Comparison of M rows computed together with each row computed separately.
+    """Comparison of M rows computed together, in a "window" of a sequence or a "batch", with separate ones.
 
-    shape      kind of rows: of one sequence in a "window", or of M sequences in a "batch"
-    rows       M
-    outputs    logits compared
-    differing  of them in any bit
-    tokens     rows compared
-    other      of them with another most likely token
-    largest    the largest difference of two logits
+    outputs, differing  logits compared; of them in any bit
+    tokens, other       rows compared; of them with another most likely token
+    largest             difference of two logits
     """
 
     shape: Shape
@@ -63,9 +59,8 @@ class RowCount:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Counts of one backend and number format. ``promised``: its kernels declare that bits do not depend on M.
-
-    ``error``: reason why some or all are missing.
+    """Counts of one backend and number format. ``promised``: its kernels declare that bits do not depend on M;
+    ``error``: why some or all are missing.
     """
 
     backend: str
@@ -115,10 +110,8 @@ def run(
     most: int = MOST,
     say: Callable[[str], None] = lambda _line: None,
 ) -> Iterator[Series]:
-    """Measure each backend in each number format, M from 1 to ``most``. A series that raises counts as failed.
-
-    target  folder of a checkpoint; None = a random model of two layers
-    say     receives messages about compilation
+    """Measure each backend in each number format, M from 1 to ``most``. A series that raises counts as failed. Without
+    a ``target`` it is a random model of two layers; ``say`` receives messages about compilation.
     """
     with _folder(target) as folder:
         for backend in backends:

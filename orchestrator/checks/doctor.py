@@ -46,12 +46,8 @@ _CALLS, _NEW = 16, 96
 
 
 def examine_draft(target: CompiledDecoder, config: SpeculativeConfig, prompts: Sequence[Sequence[int]] = ()) -> Finding:
-    """Draft greedily for some prompts, one at a time, and compare acceptance with what pays at the measured times.
-
-    prompts  ids; default: outputs of the target
-
-    Raises:
-        CheckpointError, PairingError, ConfigurationError: the drafter cannot be made.
+    """Draft greedily for some prompts (ids; default: outputs of the target), one at a time, and compare acceptance with
+    what pays at the measured times. Raises what making the drafter raises.
     """
     began, plain = perf_counter(), SpeculativeGenerator(None, target, k=0)
     generator = SpeculativeGenerator(target=target, **dict(config))

@@ -204,12 +204,7 @@ Expects = Callable[[Graph, int], float]
 
 @dataclass(frozen=True, slots=True)
 class TimedGraph:
-    """One graph.
-
-    name      its key
-    seconds   of a call, inputs and outputs included: the median of several
-    expected  calculated; None if the chip's figures are not known
-    """
+    """Median seconds of a call, inputs and outputs included, and what is calculated where the chip is known."""
 
     name: str
     seconds: float

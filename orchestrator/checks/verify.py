@@ -109,9 +109,8 @@ def verify(
 ) -> VerifyReport:
     """Test a pair.
 
-    draft    as in `SpeculativeGenerator`: a name, a folder, a list, a user's drafter, a function
-    say      receives each finding
-    options  of `SpeculativeGenerator`: k, acceptor, ...
+    draft, options  as in `SpeculativeGenerator`
+    say             receives each finding
 
     Raises:
         ConfigurationError: an option is out of range, or the target has too few positions.
@@ -148,7 +147,9 @@ def verify(
     ]
     whole = sum(TESTS[name][0] for name in chosen)
     for share, test in (TESTS[name] for name in chosen):
-        findings.append(test(subject, Budget(60 * settings.minutes * share / whole)))
+        begin = perf_counter()
+        found = test(subject, Budget(60 * settings.minutes * share / whole))
+        findings.append(replace(found, seconds=perf_counter() - begin))
         say(findings[-1])
     return VerifyReport(_setting(subject), tuple(findings))
 
@@ -235,7 +236,6 @@ class Tally:
         subject: Subject,
         *,
         tried: str,
-        begin: float,
         lossy: bool = False,
         theirs: str = "plain decoding",
     ) -> Finding:
@@ -248,7 +248,7 @@ class Tally:
         if self.ties:
             seen += f"; {self.ties} texts part at a near-tie, which this backend may decide by a graph's width"
         what = f"{self.tokens} tokens in {self.calls} calls, {self.accepted} of them drafted and accepted; {tried}"
-        return Finding(name, status, seen, what, detected_share(self.tokens), perf_counter() - begin)
+        return Finding(name, status, seen, what, detected_share(self.tokens))
 
 
 def _greedy(subject: Subject, budget: Budget) -> Finding:
@@ -265,9 +265,9 @@ def _sampled(subject: Subject, budget: Budget) -> Finding:
 
 
 def _equal(subject: Subject, budget: Budget, *, name: str, asked: Sequence[dict[str, Any]], lossy: bool) -> Finding:
-    begin, tally, number = perf_counter(), Tally(), 0
+    tally = Tally()
     sizes = (1, subject.slots, 2 * subject.slots + 1)
-    while budget.left(number, len(sizes)):
+    for number in budget.calls(len(sizes)):
         sampling, size = asked[number % len(asked)], sizes[(number + number // len(asked)) % len(sizes)]
         seeds = [row_seed(subject.seed + number, row) for row in range(size)]
         options = {**sampling, "do_sample": bool(sampling), "seed": seeds}
@@ -276,11 +276,10 @@ def _equal(subject: Subject, budget: Budget, *, name: str, asked: Sequence[dict[
         tally.add(
             subject, ours, theirs, sampling=[Sampling(**{"temperature": 0.0, **sampling}, seed=seed) for seed in seeds]
         )
-        number += 1
         if len(tally.wrong) > 20:
             break
     tried = f"calls of {', '.join(map(str, sorted(set(sizes))))} prompts in {subject.slots} slots"
-    return tally.finding(name, subject, tried=tried, begin=begin, lossy=lossy)
+    return tally.finding(name, subject, tried=tried, lossy=lossy)
 
 
 class _IdText:
@@ -292,10 +291,10 @@ class _IdText:
 
 def _ends(subject: Subject, budget: Budget) -> Finding:
     """Outputs stop where plain decoding stops: at an id, a stop string, a limit, a criterion, inside a draft or not."""
-    begin, tally, number = perf_counter(), Tally(), 0
+    tally = Tally()
     decoder = subject.tokenizer or _IdText()
     draws = subject.sampled and keeps_tokens(subject.rule)
-    while budget.left(number, 2):
+    for number in budget.calls(2):
         group = subject.group(number, 1)
         drawing: dict[str, Any] = {"do_sample": draws and number % 2 == 1, "seed": subject.seed + number}
         text = subject.texts(subject.plain, group, eos_token_id=[], **drawing).texts[0][len(group[0]) :]
@@ -303,11 +302,10 @@ def _ends(subject: Subject, budget: Budget) -> Finding:
         for stop in _stops(text, decoder, number, prompt=len(group[0])):
             ours, theirs = (subject.texts(s, group, **drawing, **stop) for s in (subject.generator, subject.plain))
             tally.add(subject, ours, theirs, sampling=[one])
-        number += 1
         if len(tally.wrong) > 20:
             break
     tried = "ids, stop strings that end inside of a token, limits of length, criteria"
-    return tally.finding("ends of texts", subject, tried=tried, begin=begin, lossy=not subject.rule.lossless)
+    return tally.finding("ends of texts", subject, tried=tried, lossy=not subject.rule.lossless)
 
 
 def _stops(text: Sequence[int], decoder: Decodes, number: int, *, prompt: int) -> list[dict[str, Any]]:
@@ -329,10 +327,10 @@ def _long(ids: Tensor, _scores: object = None, *, length: int) -> bool:
 
 def _neighbours(subject: Subject, budget: Budget) -> Finding:
     """Test that a sequence is the same when decoded separately and in a batch, under every rule."""
-    name, begin, tally, number = "batch invariance", perf_counter(), Tally(), 0
+    name, tally = "batch invariance", Tally()
     if subject.slots == 1:
         return Finding(name, "skipped", "there is one slot; load with a larger batch_size", "nothing")
-    while budget.left(number, 2):
+    for number in budget.calls(2):
         drawing: dict[str, Any] = {"do_sample": subject.sampled and number % 2 == 0, "temperature": 0.9}
         seeds = [row_seed(subject.seed + number, row) for row in range(subject.slots + 1)]
         group = subject.group(number, subject.slots + 1)
@@ -342,21 +340,19 @@ def _neighbours(subject: Subject, budget: Budget) -> Finding:
         beside = CallResult(together.texts[place : place + 1], together.reasons[place : place + 1], together.statistics)
         one = Sampling(temperature=0.9 if drawing["do_sample"] else 0.0, seed=seeds[place])
         tally.add(subject, beside, alone, sampling=[one] if keeps_tokens(subject.rule) else None)
-        number += 1
     tried = f"texts with {subject.slots} others in {subject.slots} slots, and at batch size 1"
-    return tally.finding(name, subject, tried=tried, begin=begin, theirs="the same texts at batch size 1")
+    return tally.finding(name, subject, tried=tried, theirs="the same texts at batch size 1")
 
 
 def _repeats(subject: Subject, budget: Budget) -> Finding:
     """The same call gives the same texts again: nothing of a request is left for the next one."""
-    begin, tally, number = perf_counter(), Tally(strict=True), 0
-    while budget.left(number, 1):
+    tally = Tally(strict=True)
+    for number in budget.calls(1):
         drawing: dict[str, Any] = {"do_sample": subject.sampled, "seed": subject.seed + number}
         group = subject.group(number, subject.slots)
         first, again = (subject.texts(subject.generator, group, **drawing) for _ in range(2))
         tally.add(subject, again, first)
-        number += 1
-    finding = tally.finding("repeated calls", subject, tried="each call twice", begin=begin, theirs="the first call")
+    finding = tally.finding("repeated calls", subject, tried="each call twice", theirs="the first call")
     if finding.status == "FAILED" and not keeps_tokens(subject.rule):
         why = "a drafter that learns from texts changes them under a rule that keeps the distribution alone"
         return replace(finding, status="note", seen=f"{finding.seen}; {why}")
@@ -365,13 +361,13 @@ def _repeats(subject: Subject, budget: Budget) -> Finding:
 
 def _processed(subject: Subject, budget: Budget) -> Finding:
     """Check that logits processors give the tokens of plain decoding, and see the same prefixes."""
-    name, begin, tally, number = "logits processors", perf_counter(), Tally(), 0
+    name, tally = "logits processors", Tally()
     if not subject.rule.on_host:
         return Finding(name, "skipped", f"{subject.rule.name!r} decides on the device, without processors", "nothing")
     draws = subject.sampled and keeps_tokens(subject.rule)
     kinds: list[tuple[dict[str, Any], list[Callable[..., Tensor]]]] = [({"repetition_penalty": 1.3}, [])]
     kinds += [({}, list(subject.processors))] if subject.processors else []
-    while budget.left(number, len(kinds)):
+    for number in budget.calls(len(kinds)):
         options, own = kinds[number % len(kinds)]
         drawing = {**options, "do_sample": draws and number % 2 == 1, "seed": subject.seed + number}
         group = subject.group(number, 1)
@@ -383,9 +379,8 @@ def _processed(subject: Subject, budget: Budget) -> Finding:
         tally.add(subject, ours, theirs)
         if keeps_tokens(subject.rule) and ours.texts == theirs.texts and watches[0].seen != watches[1].seen:
             tally.wrong.append("processors are called with other prefixes than by plain decoding")
-        number += 1
     names = ["a repetition penalty", *(type(one).__name__ for one in subject.processors)]
-    return tally.finding(name, subject, tried=f"{', '.join(names)}, and one that notes its calls", begin=begin)
+    return tally.finding(name, subject, tried=f"{', '.join(names)}, and one that notes its calls")
 
 
 class _Watching:
@@ -405,39 +400,38 @@ _WIDTHS_CHANGE = 0.02
 
 def _self_draft(subject: Subject, budget: Budget) -> Finding:
     """The target drafts for itself: all of it is accepted, at every depth, or a row of a cache is wrong."""
-    name, begin = "self-draft", perf_counter()
+    name = "self-draft"
     try:
         twin = subject.target.sibling()
     except ConfigurationError as error:
         return Finding(name, "skipped", str(error), "nothing")
     rule = subject.rule.name if subject.rule.name in ("match", "reject") else "match"
     depths = sorted({1, max(2, subject.depth)})
-    drafted = accepted = number = 0
+    drafted = accepted = 0
     generators = [SpeculativeGenerator(twin, subject.target, k=k, acceptor=rule) for k in depths]
-    while budget.left(number, len(generators)):
+    for number in budget.calls(len(generators)):
         generator = generators[number % len(generators)]
         drawing: dict[str, Any] = {"do_sample": subject.sampled and number % 4 > 1, "seed": subject.seed + number}
         group = subject.group(number, subject.slots)
         statistics = subject.texts(generator, group, eos_token_id=[], **drawing).statistics
         drafted, accepted = drafted + statistics.num_draft_tokens, accepted + statistics.num_accepted_tokens
-        number += 1
     refused = drafted - accepted
     allowed = 0 if subject.invariant and rule == "match" else int(drafted * _WIDTHS_CHANGE)
     status: Status = "ok" if refused <= allowed and drafted else "FAILED"
-    tried = f"{drafted} tokens in {number} calls, depths {', '.join(map(str, depths))}, acceptor {rule}"
+    tried = f"{drafted} tokens in {number + 1} calls, depths {', '.join(map(str, depths))}, acceptor {rule}"
     seen = f"{accepted} of {drafted} drafted tokens were accepted"
-    return Finding(name, status, seen, tried, detected_share(drafted), perf_counter() - begin)
+    return Finding(name, status, seen, tried, detected_share(drafted))
 
 
 def _read_anew(subject: Subject, budget: Budget) -> Finding:
     """Rounds in the middle of a sequence have the drafts of rounds after the same tokens as a prompt."""
-    name, begin = "drafter's memory", perf_counter()
+    name = "drafter's memory"
     if not keeps_tokens(subject.rule) or not subject.depth:
         why = "a text must not depend on its drafts, and something must be drafted"
         return Finding(name, "skipped", why, "nothing")
-    compared = number = 0
+    compared = 0
     other: list[str] = []
-    while budget.left(number, 1):
+    for number in budget.calls(1):
         prompt = subject.group(number, 1)[0]
         drawing: dict[str, Any] = {"do_sample": subject.sampled and number % 2 == 1, "seed": subject.seed + number}
         longest = len(prompt) + min(subject.new, subject.room(prompt))
@@ -457,12 +451,11 @@ def _read_anew(subject: Subject, budget: Budget) -> Finding:
             if (rest[0].drafted, rest[0].accepted) != (drafted, accepted):
                 other.append(f"after {length} tokens {rest[0].accepted} of {rest[0].drafted} are accepted")
                 other[-1] += f", in the course of the text {accepted} of {drafted}"
-        number += 1
     seen = f"{len(other)} of {compared} rounds draft other tokens once the text is read again"
     if other:
         seen += f": {'; '.join(other[:2])}. Either the drafter learns from texts, or its cache is not that of the text"
-    tried = f"rounds of {number} texts"
-    return Finding(name, "note" if other else "ok", seen, tried, detected_share(compared), perf_counter() - begin)
+    tried = f"rounds of {number + 1} texts"
+    return Finding(name, "note" if other else "ok", seen, tried, detected_share(compared))
 
 
 TESTS: dict[str, tuple[float, Callable[[Subject, Budget], Finding]]] = {

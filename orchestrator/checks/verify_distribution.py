@@ -15,8 +15,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -47,7 +45,6 @@ _TEMPERATURES = (1.0, 0.7, 1.3)
 
 def first_tokens(subject: Subject, budget: Budget) -> Finding:
     """Compare the first tokens of outputs of one prompt with their joint distribution."""
-    begin = perf_counter()
     sampling = Sampling(temperature=1.0, top_k=CHOICES)
     prompt = subject.prompts[0]
     expected = joint_distribution(subject.target, prompt, sampling)
@@ -71,12 +68,11 @@ def first_tokens(subject: Subject, budget: Budget) -> Finding:
     cells = _joined(counts, expected, samples)
     foreign = sum(count for key, count in counts.items() if key not in expected)
     tried = f"{samples} texts of one prompt, their first {FIRST} tokens at temperature 1 and top-k {CHOICES}"
-    return _judged("distribution of first tokens", subject, cells, tried=tried, foreign=foreign, begin=begin)
+    return _judged("distribution of first tokens", subject, cells, tried=tried, foreign=foreign)
 
 
 def along_texts(subject: Subject, budget: Budget) -> Finding:
     """Count the positions of tokens of long outputs on the target's cumulative distributions."""
-    begin = perf_counter()
     counts, number, samples = torch.zeros(PARTS), 0, 0
     dice = torch.Generator().manual_seed(subject.seed)
     while budget.left(samples, subject.samples):
@@ -91,9 +87,9 @@ def along_texts(subject: Subject, budget: Budget) -> Finding:
             counts += torch.histc(places, PARTS, 0.0, 1.0)
             samples += len(places)
         number += 1
-    cells = _Cells(counts.tolist(), [samples / PARTS] * PARTS)
+    cells = [(count, samples / PARTS) for count in counts.tolist()]
     tried = f"{samples} tokens of {number} calls, at temperatures {', '.join(map(str, _TEMPERATURES[:number]))}"
-    return _judged("distribution along texts", subject, cells, tried=tried, foreign=0, begin=begin)
+    return _judged("distribution along texts", subject, cells, tried=tried, foreign=0)
 
 
 def joint_distribution(
@@ -150,52 +146,43 @@ def _place(distribution: Tensor, token: int, share: float) -> float:
     return float((before + share * own).clamp(0, 1))
 
 
-@dataclass(frozen=True, slots=True)
-class _Cells:
-    """Counts and what is expected of them."""
-
-    observed: Sequence[float]
-    expected: Sequence[float]
-
-    @property
-    def variation(self) -> float:
-        """The total variation that is seen, chance included."""
-        total = sum(self.observed)
-        return sum(abs(o - e) for o, e in zip(self.observed, self.expected, strict=True)) / total / 2
+Cells = list[tuple[float, float]]
+"""Counts, and what is expected of them."""
 
 
-def _joined(counts: Counter[tuple[int, ...]], expected_probs: dict[tuple[int, ...], float], samples: int) -> _Cells:
+def _joined(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float], samples: int) -> Cells:
     """Cells of few expected texts are put together until they have enough; the likeliest first."""
-    observed, expected = [0.0], [0.0]
-    for key, probability in sorted(expected_probs.items(), key=lambda item: -item[1]):
-        if expected[-1] >= _LEAST_EXPECTED:
-            observed.append(0.0)
-            expected.append(0.0)
-        observed[-1] += counts[key]
-        expected[-1] += probability * samples
-    if expected[-1] < _LEAST_EXPECTED and len(expected) > 1:
-        observed[-2:], expected[-2:] = [sum(observed[-2:])], [sum(expected[-2:])]
-    return _Cells(observed, expected)
+    cells = [(0.0, 0.0)]
+    for key, probability in sorted(expected.items(), key=lambda item: -item[1]):
+        if cells[-1][1] >= _LEAST_EXPECTED:
+            cells.append((0.0, 0.0))
+        cells[-1] = cells[-1][0] + counts[key], cells[-1][1] + probability * samples
+    if cells[-1][1] < _LEAST_EXPECTED and len(cells) > 1:
+        (more, wanted), (few, rest) = cells[-2:]
+        cells[-2:] = [(more + few, wanted + rest)]
+    return cells
 
 
-def _judged(name: str, subject: Subject, cells: _Cells, *, tried: str, foreign: int, begin: float) -> Finding:
+def _judged(name: str, subject: Subject, cells: Cells, *, tried: str, foreign: int) -> Finding:
     """The finding of counts. ``foreign``: texts that the distribution gives no probability."""
-    samples, rule = int(sum(cells.observed)) + foreign, subject.rule
-    if len(cells.expected) < 2:
+    observed, expected = zip(*cells, strict=True)
+    samples, rule = int(sum(observed)) + foreign, subject.rule
+    if len(cells) < 2:
         return Finding(name, "skipped", "all mass is in one cell: too few texts, or a target without doubt", tried)
-    p = 0.0 if foreign > subject.tolerated(samples) else chi_square(cells.observed, cells.expected)
+    p = 0.0 if foreign > subject.tolerated(samples) else chi_square(observed, expected)
     wrong = p < FALSE_ALARM
     status: Status = "ok" if not wrong else "FAILED"
     if not rule.lossless:
         status = "lossy"
     outside = f", {foreign} texts that the target cannot write" if foreign else ""
-    seen = f"p = {p:.2g} by chi-square in {len(cells.expected)} cells{outside}"
+    seen = f"p = {p:.2g} by chi-square in {len(cells)} cells{outside}"
     if wrong or not rule.lossless:
-        seen += f"; total variation {cells.variation:.3f} is seen, chance included"
+        variation = sum(abs(o - e) for o, e in cells) / sum(observed) / 2
+        seen += f"; total variation {variation:.3f} is seen, chance included"
     if not rule.lossless:
         seen += f"; {rule.name!r} is LOSSY and says so" + ("" if wrong else ", and no deviation shows here")
-    power = detected_variation(samples, len(cells.expected))
-    return Finding(name, status, seen, tried, power, perf_counter() - begin)
+    power = detected_variation(samples, len(cells))
+    return Finding(name, status, seen, tried, power)
 
 
 def detected_share(count: int) -> float:

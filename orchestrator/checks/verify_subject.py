@@ -4,8 +4,9 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count, takewhile
 from time import perf_counter
 from typing import Any
 
@@ -39,6 +40,10 @@ class Budget:
             self._end = perf_counter() + self._seconds
         return perf_counter() < self._end
 
+    def calls(self, least: int) -> Iterator[int]:
+        """Numbers of calls, from 0 on."""
+        return takewhile(lambda done: self.left(done, least), count())
+
 
 @dataclass(frozen=True, slots=True)
 class CallResult:
@@ -54,12 +59,10 @@ class Subject:
     """A generator to verify.
 
     plain      the same target without a draft, one token at a time
-    prompts    ids
     sampled    whether this backend may sample
     new        new tokens of an output
     samples    minimum number of samples of a test of a distribution
     tokenizer  for stop strings; None: ids as numbers
-    processors the user's logits processors
     """
 
     generator: SpeculativeGenerator

@@ -19,7 +19,7 @@ from paceline.decoder.backends.registry import BACKENDS, BackendRow
 from paceline.decoder.gguf.architectures import ARCHITECTURES
 from paceline.decoder.models.family import Family
 from paceline.decoder.models.registry import MODEL_FAMILIES
-from paceline.decoder.weights.hub import KNOWN_MODELS, KnownModel, fetched
+from paceline.decoder.weights.hub import KNOWN_MODELS, fetched
 from paceline.decoder.weights.layouts import EIGHT_BITS, LAYOUTS
 from paceline.draft_spec import CHOICE
 from paceline.registry import ACCEPTANCE_RULES, DRAFTERS, DrafterRow, RuleRow, options_of
@@ -87,17 +87,14 @@ def _show_blocks(title: str, rows: Rows) -> None:
         values = {key: value for key, value in row.items() if key not in ("name", "summary", "options")}
         labels = {key: _LABELS.get(key, key.replace("_", " ")) for key in values}
         facts = [labels[key] for key, value in values.items() if value is True]
-        facts += [f"{labels[key]}: {_cell(value)}" for key, value in values.items() if _is_shown(value)]
+        others = {key: value for key, value in values.items() if not isinstance(value, bool)}
+        facts += [f"{labels[key]}: {_cell(value)}" for key, value in others.items() if value not in ("", None, ())]
         lines = [", ".join(facts), *(f"{key}={value}" for key, value in _defaults(title, row).items())]
         if example := _example(title, row):
             lines.append(f"example: {example}")
         for line in filter(None, lines):
             shown.print(Padding(Text(line), (0, 0, 0, 6), expand=False))
     shown.print()
-
-
-def _is_shown(value: object) -> bool:
-    return not isinstance(value, bool) and value not in ("", None, ())
 
 
 def _defaults(title: str, row: Mapping[str, object]) -> dict[str, str]:
@@ -142,7 +139,11 @@ def registry_tables() -> dict[str, Rows]:
         "quantised checkpoints": [
             {"name": row.name, "quant_method": row.method, "summary": row.summary.replace("`", "")} for row in LAYOUTS
         ],
-        "models to fetch": [_to_fetch(row) for row in KNOWN_MODELS.values()],
+        "models to fetch": [
+            {"name": row.name, "becomes": row.becomes, "package": f"{row.package} {row.version}"}
+            | {"license": row.license, "fetched": fetched(row) is not None}
+            for row in KNOWN_MODELS.values()
+        ],
         "backends": [_capabilities(row) for row in BACKENDS.values()],
     }
 
@@ -159,16 +160,6 @@ def _capabilities(row: DrafterRow | RuleRow | Family | BackendRow) -> dict[str, 
         return {**values, "divided": bool(row.divided)}
     askable = isinstance(row, RuleRow) or row.given_as in ("name", "target", "folder") or row.name == CHOICE
     return {**values, "options": list(options_of(row)) if askable else []}
-
-
-def _to_fetch(row: KnownModel) -> dict[str, object]:
-    return {
-        "name": row.name,
-        "becomes": row.becomes,
-        "package": f"{row.package} {row.version}",
-        "license": row.license,
-        "fetched": fetched(row) is not None,
-    }
 
 
 def _cell(value: object) -> str:

@@ -10,7 +10,6 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import typer
@@ -175,14 +174,6 @@ def acceptance_by_position(statistics: Statistics) -> str:
     return "  ".join(f"{accepted / drafted:.0%}" for accepted, drafted in pairs if drafted)
 
 
-def show_graphs(graphs: Sequence[MadeGraph]) -> None:
-    """Print the graphs of a command, and how long each took."""
-    rows = [
-        (one.owner, one.graph, f"{one.seconds:.1f}", "compiled" if one.compiled else "from the cache") for one in graphs
-    ]
-    table("decoder", "graph", "seconds", "", rows=rows, title="graphs")
-
-
 def table(*columns: str, rows: Iterable[Iterable[object]], title: str | None = None) -> None:
     """Print a table of plain text."""
     made = Table(*columns, title=title)
@@ -216,16 +207,6 @@ def _leaves(value: object, name: str) -> Iterator[tuple[str, object]]:
 def _harmless(text: str) -> str:
     """Model output is untrusted: no control character but newline and tab reaches a terminal."""
     return "".join("\ufffd" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)
-
-
-@dataclass(frozen=True, slots=True)
-class MadeGraph:
-    """One graph that was made: compiled, or taken from the cache."""
-
-    owner: str
-    graph: str
-    seconds: float
-    compiled: bool
 
 
 class Bar:
@@ -286,9 +267,13 @@ def bar(console: Console, label: str, total: int | None = None, *, still: bool =
         yield shown
 
 
-@contextmanager
-def watching(decoders: Mapping[str, CompiledDecoder], shown: Bar, graphs: list[MadeGraph]) -> Iterator[None]:
-    """Show every graph that these decoders make inside the block, and note it in ``graphs``."""
+def compiling(
+    console: Console, decoders: Mapping[str, CompiledDecoder], jobs: Sequence[Callable[[], None]]
+) -> list[tuple[str, str, str, str]]:
+    """Run jobs that make graphs, such as `SpeculativeGenerator.compile`, under one bar. -> of every graph its decoder,
+    its name, seconds, and whether it was compiled or came from the cache
+    """
+    graphs: list[tuple[str, str, str, str]] = []
 
     def observer(owner: str) -> Callable[[GraphEvent], None]:
         compiling: set[GraphKey] = set()
@@ -298,29 +283,21 @@ def watching(decoders: Mapping[str, CompiledDecoder], shown: Bar, graphs: list[M
                 compiling.add(event.key)
                 shown.step(f"{event.message} of the {owner}")
                 return
-            graphs.append(MadeGraph(owner, str(event.key), event.seconds, event.key in compiling))
+            how = "compiled" if event.key in compiling else "from the cache"
+            graphs.append((owner, str(event.key), f"{event.seconds:.1f}", how))
             shown.advance()
 
         return observe
 
-    with ExitStack() as stack:
-        for owner, decoder in decoders.items():
-            stack.callback(setattr, decoder, "on_graph", decoder.on_graph)
-            decoder.on_graph = observer(owner)
-        yield
-
-
-def compiling(
-    console: Console, decoders: Mapping[str, CompiledDecoder], jobs: Sequence[Callable[[], None]]
-) -> list[MadeGraph]:
-    """Run jobs that make graphs, such as `SpeculativeGenerator.compile`, under one bar. -> the graphs they made"""
-    graphs: list[MadeGraph] = []
     prefills = sum(
         len(decoder.options.chunks if name == "target" else decoder.options.draft_chunks)
         for name, decoder in decoders.items()
     )
     rounds = len(decoders) - 1 + len(jobs)  # a graph for each draft, a verifying graph for each job
-    with bar(console, "preparing graphs", prefills + rounds) as shown, watching(decoders, shown, graphs):
+    with bar(console, "preparing graphs", prefills + rounds) as shown, ExitStack() as stack:
+        for owner, decoder in decoders.items():
+            stack.callback(setattr, decoder, "on_graph", decoder.on_graph)
+            decoder.on_graph = observer(owner)
         for job in jobs:
             job()
     return graphs

@@ -84,7 +84,7 @@ def generate(
     """Generate text, without or with a drafter (`paceline list` shows them)."""
     with console.refusals():
         text = prompt.text()
-        if sampling.ignores_filters(keys):
+        if not sampling.temperature and not {"top_k", "top_p", "min_p"}.isdisjoint(keys):
             console.say(console.err(), "note: greedy decoding ignores top-k, top-p and min-p; set --temperature")
         params, found = sampling.params(keys), checked(target, loader, config)
         tokenizer = load_tokenizer(target)
@@ -98,37 +98,22 @@ def generate(
         warning = console.acceptance_warning(generator.statistics)
         begin, stop = perf_counter(), StopStrings.of(params.stop_strings)
         if output.as_json:
-            shown = StopStringFilter(stop, tokenizer, ids)
-            continuation = _quiet(stream, shown, total=sampling.max_new_tokens)
-            typer.echo(json.dumps(_json_object(text, continuation, generator.statistics, warning=warning)))
+            continuation = _quiet(stream, StopStringFilter(stop, tokenizer, ids), total=sampling.max_new_tokens)
+            fields = {name: value for name, value in asdict(continuation).items() if value is not None}
+            first = {} if warning is None else {"warning": warning}  # so that it is not missed
+            answer = {**first, "prompt": text, **fields, "statistics": generator.statistics.to_dict()}
+            typer.echo(json.dumps(answer))
         else:
+            if warning is not None:  # on stdout too: it must not get lost in a pipe
+                console.say(console.out(), warning, style="bold red")
             view = console.TextView(console.out(), tokenizer, ids, stop=stop)
-            continuation = _shown(stream, view, prompt=text, warning=warning)
+            if console.out().is_terminal:
+                console.err().print(view.legend())
+                view.prompt(text)
+            _collected(stream, view.show)
+            typer.echo()
         if output.stats:
             console.err().print(console.statistics_table(generator.statistics, perf_counter() - begin))
-
-
-def _json_object(
-    prompt: str, continuation: Continuation, statistics: Statistics, *, warning: str | None
-) -> dict[str, object]:
-    """The warning comes first, so that it is not missed."""
-    first = {} if warning is None else {"warning": warning}
-    fields = {name: value for name, value in asdict(continuation).items() if value is not None}
-    return {**first, "prompt": prompt, **fields, "statistics": statistics.to_dict()}
-
-
-def _shown(
-    stream: Iterator[RequestOutput], view: console.TextView, *, prompt: str, warning: str | None
-) -> Continuation:
-    """Write the text while it grows. A warning stands above it, on stdout too: it must not get lost in a pipe."""
-    if warning is not None:
-        console.say(console.out(), warning, style="bold red")
-    if console.out().is_terminal:
-        console.err().print(view.legend())
-        view.prompt(prompt)
-    continuation = _collected(stream, view.show)
-    typer.echo()
-    return continuation
 
 
 def _quiet(
@@ -237,10 +222,7 @@ def history(file: Path) -> Iterator[None]:
 
 @dataclass(slots=True)
 class Modes:
-    """Generators of one target by who drafts; each is made at its first use, with its graphs if they are compiled.
-
-    drafter  the one that proposes, of the choice that the command line named; None: no such
-    """
+    """Generators of one target by who drafts; each is made at its first use. ``drafter``: the one of a choice."""
 
     target: SamplingDecoder
     config: SpeculativeConfig

@@ -88,7 +88,8 @@ def run(
         for path in ([store.folder / "report.html"] if config.runs else []) + traces:
             console.say(console.err(), f"written: {path}")
     for result in failed:
-        console.say(console.err(), f"failed: {_title(result.names)}: {result.error}", style="red")
+        title = ", ".join(f"{key} {value}" for key, value in result.names.items() if key != "temperature")
+        console.say(console.err(), f"failed: {title}: {result.error}", style="red")
     if failed:
         raise typer.Exit(1)
     if any(missing):
@@ -137,15 +138,8 @@ def _show_plan(planned: ExperimentPlan, seconds: float, *, as_json: bool) -> Non
         typer.echo("no cell is run (runs: false): their drafters are recorded along the target's texts")
         return
     left = sum(not one.finished for one in planned.cells)
-    typer.echo(f"{left} of {len(planned.cells)} cells to run, roughly {_duration(seconds)} on a quiet machine")
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
-
-
-def _title(names: object) -> str:
-    return ", ".join(f"{key} {value}" for key, value in dict(names).items() if key != "temperature")  # type: ignore[call-overload]
+    roughly = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+    typer.echo(f"{left} of {len(planned.cells)} cells to run, roughly {roughly} on a quiet machine")
 
 
 def _show_cells(summaries: list[dict[str, object]]) -> None:

@@ -80,7 +80,7 @@ def compile_graphs(
         if save:
             for decoder in decoders.values():
                 decoder.save(save)
-    console.show_graphs(graphs)
+    console.table("decoder", "graph", "seconds", "", rows=graphs, title="graphs")
     console.say(console.out(), f"cache: {cache_root()}")
     if save:
         console.say(console.out(), f"copied to: {save}")

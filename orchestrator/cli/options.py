@@ -19,11 +19,12 @@ import dataclasses
 import inspect
 import json
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
+from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import typer
@@ -114,25 +115,20 @@ class SamplingOptions:
         str | None, typer.Option(help="Regular expression that the whole output must match. Default: none.")
     ] = None
 
-    def ignores_filters(self, keys: SamplingKeys) -> bool:
-        return not self.temperature and not {"top_k", "top_p", "min_p"}.isdisjoint(keys)
-
     def params(self, keys: SamplingKeys) -> SamplingParams:
         """The same as `SamplingParams`, without a tokenizer. Raises SamplingError or, for the file of a schema,
         PromptError.
         """
-        stop = StopStrings(self.stop, scope="output") if self.stop else None  # as over HTTP
-        own = {"temperature": self.temperature, "max_new_tokens": self.max_new_tokens, "stop_strings": stop}
-        params = SamplingParams.asked({**keys, **own, "structured_outputs": self._structured()})
-        params.check()
-        return params
-
-    def _structured(self) -> StructuredOutput | None:
         if self.json_schema is not None and self.regex is not None:
             raise SamplingError("--regex: expected either --json-schema or --regex, got both; give one of them")
+        structure = None if self.regex is None else StructuredOutput("regex", self.regex)
         if self.json_schema is not None:
-            return StructuredOutput("json_schema", _file_text(self.json_schema))
-        return None if self.regex is None else StructuredOutput("regex", self.regex)
+            structure = StructuredOutput("json_schema", _file_text(self.json_schema))
+        stop = StopStrings(self.stop, scope="output") if self.stop else None  # as over HTTP
+        own = {"temperature": self.temperature, "max_new_tokens": self.max_new_tokens, "stop_strings": stop}
+        params = SamplingParams.asked({**keys, **own, "structured_outputs": structure})
+        params.check()
+        return params
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,9 +253,9 @@ def expand(
             parameters.append(parameter.replace(annotation=kind, kind=parameter.KEYWORD_ONLY))
             continue
         known = {one.name for one in parameters} | set(without)
-        options = [option for one in kinds for option in _options(one) if option.name not in known]
+        options = [option for one in kinds for option in _options(one) if option.parameter.name not in known]
         for option in options:
-            option.info.hidden = option.name in hidden
+            option.info.hidden = option.parameter.name in hidden
         groups[parameter.name] = (make, options)
         parameters += [option.parameter for option in options]
 
@@ -267,8 +263,13 @@ def expand(
     def run(**values: Any) -> Result:
         with console.refusals():
             for name, (make, options) in groups.items():
-                given = {option.name: option.value(values.pop(option.name)) for option in options}
-                values[name] = make({field: value for field, value in given.items() if value is not None})
+                given = {}
+                for option in options:
+                    value = values.pop(option.parameter.name)
+                    single = option.one_or_more and isinstance(value, list) and len(value) == 1
+                    if value is not None:
+                        given[option.parameter.name] = value[0] if single else value
+                values[name] = make(given)
         return function(**values)
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -280,7 +281,7 @@ def _configuration(kind: Any) -> tuple[Sequence[Any], Callable[[dict[str, Any]],
     """The configuration types of a parameter, and what makes its value of their options; None: it has no such type."""
     if get_origin(kind) is Annotated and get_origin(get_args(kind)[0]) is dict:
         kinds = get_args(kind)[1:]
-        usual = {option.name: option.parameter.default for one in kinds for option in _options(one)}
+        usual = {option.parameter.name: option.parameter.default for one in kinds for option in _options(one)}
         return kinds, lambda given: {name: value for name, value in given.items() if value != usual[name]}
     if isinstance(kind, type) and (dataclasses.is_dataclass(kind) or issubclass(kind, BaseModel)):
         return [kind], lambda given: kind(
@@ -293,72 +294,54 @@ def _configuration(kind: Any) -> tuple[Sequence[Any], Callable[[dict[str, Any]],
 class _Option:
     """One field on the command line.
 
-    parameter    the keyword that typer makes an option of
+    parameter    the keyword that typer makes an option of; ``info``: typer's settings of it
     one_or_more  whether a single value of a repeatable option stands for itself, and is no list of one
     """
 
     parameter: inspect.Parameter
+    info: ParameterInfo
     one_or_more: bool
-
-    @property
-    def info(self) -> ParameterInfo:
-        info: ParameterInfo = get_args(self.parameter.annotation)[1]
-        return info
-
-    @property
-    def name(self) -> str:
-        return self.parameter.name
-
-    def value(self, given: Any) -> Any:
-        return given[0] if self.one_or_more and isinstance(given, list) and len(given) == 1 else given
 
 
 def _options(kind: Any) -> list[_Option]:
-    options = _fields(kind)
-    for option in options:
-        option.info.rich_help_panel = _PANELS.get(kind)
-        if kind in (LoadOptions, SpeculativeConfig) and option.name in ALIASES.values():
-            names = option.name, *(alias for alias, own in ALIASES.items() if own == option.name)
-            first, *others = (f"--{name.replace('_', '-')}" for name in names)
-            flag = f"{first}/--no-{first[2:]}" if get_args(option.parameter.annotation)[0] is bool else first
-            option.info.param_decls = (flag, *others)
-    return options
-
-
-def _fields(kind: Any) -> list[_Option]:
-    if issubclass(kind, BaseModel):
-        return [
-            _option(name, field.annotation, typer.Option(help=field.description), default=field.get_default())
-            for name, field in kind.model_fields.items()
-        ]
-    hints = get_type_hints(kind, include_extras=True)
     options = []
-    for field in dataclasses.fields(kind):
-        if field.metadata.get("help", "") is None:
-            continue
-        default: Any = _REQUIRED if field.default is dataclasses.MISSING else field.default
-        usual = typer.Option(
-            *field.metadata.get("names", ()), help=field.metadata.get("help"), envvar=field.metadata.get("envvar")
-        )
-        options.append(_option(field.name, hints[field.name], usual, default=default))
+    for name, annotation, usual, default in _fields(kind):
+        own, *extra = get_args(annotation) if get_origin(annotation) is Annotated else (annotation,)
+        info = copy(next((part for part in extra if isinstance(part, ParameterInfo)), usual))
+        info.rich_help_panel = _PANELS.get(kind)
+        text, default, one_or_more = _typer_type(own, default)
+        if kind in (LoadOptions, SpeculativeConfig) and name in ALIASES.values():
+            names = name, *(alias for alias, other in ALIASES.items() if other == name)
+            first, *others = (f"--{one.replace('_', '-')}" for one in names)
+            info.param_decls = (f"{first}/--no-{first[2:]}" if text is bool else first, *others)
+        annotated, keyword = Annotated[text, info], inspect.Parameter.KEYWORD_ONLY
+        parameter = inspect.Parameter(name, keyword, default=default, annotation=annotated)
+        options.append(_Option(parameter, info, one_or_more))
     return options
 
 
-def _option(name: str, annotation: Any, usual: Any, *, default: Any) -> _Option:
-    kind, *extra = get_args(annotation) if get_origin(annotation) is Annotated else (annotation,)
-    option = copy(next((part for part in extra if isinstance(part, ParameterInfo)), usual))
-    kind, default, one_or_more = _typer_type(kind, default)
-    parameter = inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
-    )
-    return _Option(parameter, one_or_more)
+def _fields(kind: Any) -> Iterator[tuple[str, Any, Any, Any]]:
+    """Name, annotation, option and default of every field that is an option."""
+    if issubclass(kind, BaseModel):
+        for name, one in kind.model_fields.items():
+            yield name, one.annotation, typer.Option(help=one.description), one.get_default()
+        return
+    hints = get_type_hints(kind, include_extras=True)
+    for field in dataclasses.fields(kind):
+        about = field.metadata
+        if about.get("help", "") is not None:
+            default = _REQUIRED if field.default is dataclasses.MISSING else field.default
+            usual = typer.Option(*about.get("names", ()), help=about.get("help"), envvar=about.get("envvar"))
+            yield field.name, hints[field.name], usual, default
 
 
 def _typer_type(kind: Any, default: Any) -> tuple[Any, Any, bool]:
     """A type that typer knows, a default of that type, and whether it is for one value or several. Of what may be one
     value or a sequence, the first is the option's.
     """
-    variants = [one for one in (get_args(kind) if _is_union(kind) else (kind,)) if one is not type(None)]
+    variants = [
+        one for one in (get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)) if one is not type(None)
+    ]
     first, several = variants[0], any(get_origin(one) is Sequence for one in variants)
     if get_origin(first) is Sequence or (len(variants) == 1 and get_origin(first) is tuple):
         element = get_args(first)[0]
@@ -368,10 +351,6 @@ def _typer_type(kind: Any, default: Any) -> tuple[Any, Any, bool]:
     if default is None:
         return text | None, None, False
     return text, default if text is not str or default is _REQUIRED else str(default), False
-
-
-def _is_union(kind: Any) -> bool:
-    return get_origin(kind) is Union or type(kind).__name__ == "UnionType"
 
 
 def numbers(text: str, option: str, *, least: int = 0) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ from paceline.draft_checks import prepared
 from paceline.loadable import loadable
 from paceline.placement import FaultPolicy, ModelSpec, Plan, plan, read_fault_policy, read_models
 from paceline.placement.planning import planner
-from paceline.placement.planning.groups import ReplicaGroupPlan, fit_together, plan_groups
+from paceline.placement.planning.groups import fit_together, plan_groups
 from paceline.placement.planning.instances import instance_named
 from paceline.placement.planning.model_specs import models_of
 from paceline.placement.planning.plan import marks, render_plan
@@ -118,7 +118,10 @@ def serve_models(
             groups = fit_together(groups, groups[0].plan.instance)
         for group in groups:
             planner.check(group.plan)
-            _check_target(group)
+            first = group.plan.placements[0]  # what its target would refuse when it is loaded is refused now
+            folder, own = first.model.folder, replace(first.model.options, tp_degree=len(first.cores))
+            assert folder is not None, "a plan that can be run has one"
+            prepared(first.model.speculative, loadable(folder, own))
         try:
             from paceline.serving.launch import serve_groups
             from paceline.serving.ray_app import deploy_config
@@ -143,14 +146,6 @@ def serve_models(
             groups, policy, settings, host=options.host, port=options.port, address=options.address, ready=ready,
             progress=progress,
         )  # fmt: skip
-
-
-def _check_target(group: ReplicaGroupPlan) -> None:
-    """Refuse what the target of a group would refuse when it is loaded; errors as `prepared`."""
-    first = group.plan.placements[0]
-    model, folder = first.model, first.model.folder
-    assert folder is not None, "a plan that can be run has one"
-    prepared(model.speculative, loadable(folder, replace(model.options, tp_degree=len(first.cores))))
 
 
 def _source(models: Path | None, model: OneModel, keys: Mapping[str, object]) -> Path | list[dict[str, object]]:

@@ -10,7 +10,7 @@ import signal
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -84,17 +84,13 @@ class TrainingFiles:
 class MedusaHeadOptions:
     """Sizes of the Medusa heads to train."""
 
-    heads: int = field(
-        default=4,
-        metadata={
-            "names": ("--num-heads",),
-            "help": "Number of heads, that is of tokens to predict after the target's own.",
-        },
-    )
-    layers: int = field(default=1, metadata={"names": ("--num-layers",), "help": "Number of residual blocks per head."})
-    tie_lm_head: bool = field(
-        default=True, metadata={"help": "Use the target's output layer; otherwise each head has its own."}
-    )
+    heads: Annotated[
+        int, typer.Option("--num-heads", help="Number of heads, that is of tokens to predict after the target's own.")
+    ] = 4
+    layers: Annotated[int, typer.Option("--num-layers", help="Number of residual blocks per head.")] = 1
+    tie_lm_head: Annotated[
+        bool, typer.Option(help="Use the target's output layer; otherwise each head has its own.")
+    ] = True
 
 
 @command(app, "medusa")
@@ -221,10 +217,8 @@ def _files(path: Path) -> list[Path]:
 
 
 def training_data(paths: Sequence[Path], target: Path, *, dtype: str | None = None) -> TrainingData:
-    """Read conversations (.jsonl files and traces), a folder of hidden states, or a stream (`token_stream`).
-
-    Raises:
-        ConfigurationError: as `token_stream`; or data of several kinds; or a row is no conversation.
+    """Read conversations (.jsonl files and traces), a folder of hidden states, or a stream (`token_stream`, whose error
+    is raised for other rows and for several kinds, too).
     """
     import numpy as np
 
@@ -375,15 +369,16 @@ _PROMPT = 64  # tokens of a prompt that is cut out of data
 class TreeOptions:
     """The tree, and the texts that it is searched and checked on."""
 
-    nodes: int = field(default=64, metadata={"help": "Number of nodes in the tree."})
-    prompts: Path | None = field(
-        default=None, metadata={"help": 'Prompts to evaluate on: JSON lines, each with a "prompt".'}
+    nodes: Annotated[int, typer.Option(help="Number of nodes in the tree.")] = 64
+    prompts: Annotated[Path | None, typer.Option(help='Prompts to evaluate on: JSON lines, each with a "prompt".')] = (
+        None
     )
-    data: tuple[Path, ...] | None = field(
-        default=None, metadata={"help": "Data to cut prompts from instead: text or .bin; repeatable."}
-    )
+    data: Annotated[
+        tuple[Path, ...] | None,
+        typer.Option(help="Data to cut prompts from instead: text or .bin; repeatable."),
+    ] = None
     data_dtype: DataDtype = None
-    eval_samples: int = field(default=64, metadata={"help": EVAL_SAMPLES})
+    eval_samples: Annotated[int, typer.Option(help=EVAL_SAMPLES)] = 64
     max_new_tokens: MaxNewTokens = 128
 
     def __post_init__(self) -> None:

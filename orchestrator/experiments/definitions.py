@@ -13,6 +13,12 @@ from typing import Any
 
 from paceline.outputs import RequestOutput
 
+FIGURES = (
+    *("new_tokens", "num_rounds", "num_drafts", "mean_acceptance_length", "draft_acceptance_rate"),
+    *("conditional_acceptance_rate", "drafted_token_share"),
+)
+"""Figures of an `Acceptance` in the results of an experiment."""
+
 
 @dataclass(frozen=True, slots=True)
 class Draft:
@@ -104,14 +110,7 @@ class Acceptance:
 
     def to_dict(self) -> dict[str, Any]:
         return {
-            "new_tokens": self.new_tokens,
-            "num_rounds": self.num_rounds,
-            "num_drafts": self.num_drafts,
-            "mean_acceptance_length": self.mean_acceptance_length,
-            "tokens_per_round": self.tokens_per_round,
-            "draft_acceptance_rate": self.draft_acceptance_rate,
-            "conditional_acceptance_rate": self.conditional_acceptance_rate,
-            "drafted_token_share": self.drafted_token_share,
+            **{name: getattr(self, name) for name in (*FIGURES, "tokens_per_round")},
             "acceptance_by_position": [place.unconditional for place in self.positions],
             "conditional_by_position": [place.conditional for place in self.positions],
         }

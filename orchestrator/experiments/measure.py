@@ -23,7 +23,7 @@ from paceline.decoder.options import LoadOptions
 from paceline.draft_checks import prepared
 from paceline.engine.request import SamplingParams
 from paceline.experiments.config import Cell, ExperimentConfig, learns_from_texts, load_options, speculative_options
-from paceline.experiments.definitions import Acceptance
+from paceline.experiments.definitions import FIGURES, Acceptance
 from paceline.experiments.prompts import Prompt, Prompts
 from paceline.experiments.store import Row
 from paceline.generator import SpeculativeGenerator
@@ -35,12 +35,7 @@ _BUCKET = 64  # positions are rounded up to a multiple of it, so that prompt set
 
 @dataclass(slots=True)
 class Timed:
-    """One run of one group.
-
-    outputs        of every prompt, in order
-    seconds        until the last token
-    first_seconds  until all first tokens
-    """
+    """One run of one group: seconds until the last token, and until all first tokens."""
 
     outputs: list[list[RequestOutput]]
     seconds: float
@@ -184,16 +179,8 @@ def _rows(group: Sequence[Prompt], ours: list[Timed], theirs: list[Timed], *, nu
                 "category": prompt.category,
                 "group": number,
                 "prompt_tokens": len(prompt.ids),
-                "new_tokens": figures.new_tokens,
                 "finish_reason": run.outputs[index][-1].finish_reason,
-                "num_rounds": figures.num_rounds,
-                "num_drafts": figures.num_drafts,
-                "num_draft_tokens": figures.num_draft_tokens,
-                "num_accepted_tokens": figures.num_accepted_tokens,
-                "mean_acceptance_length": figures.mean_acceptance_length,
-                "draft_acceptance_rate": figures.draft_acceptance_rate,
-                "conditional_acceptance_rate": figures.conditional_acceptance_rate,
-                "drafted_token_share": figures.drafted_token_share,
+                **{name: getattr(figures, name) for name in (*FIGURES, "num_draft_tokens", "num_accepted_tokens")},
                 "per_step_drafted": [draft.drafted for draft in figures.drafts],
                 "per_step_accepted": [draft.accepted for draft in figures.drafts],
                 "tokens": tokens,

@@ -213,10 +213,7 @@ TEXT_DRAFTERS = ("suffix", "ngram")
 @dataclass(frozen=True, slots=True)
 class Regret:
     """A choice among drafters at run time, compared with the best fixed one, and a perfect choice for every sequence.
-    Rounds of a whole trace are exact: no model is loaded and no time is measured.
 
-    fixed    answers for every single drafter
-    choice   for the choice among them
     best_of  for every sequence, the fixed drafter with the fewest rounds
     perfect  acceptance if that were known for every sequence
     """
@@ -261,11 +258,8 @@ def chain_policies(trace: Trace, k: int) -> dict[str, Policy]:
 
 
 def regret(trace: Trace, names: Sequence[str] = (), *, k: int, shadow_every: int = SHADOW_EVERY) -> Regret:
-    """Return the losses and gains of a choice on the sequences of a trace, in their order.
-
-    names         of drafters to choose among; none: all of `chain_policies`
-    k             drafted tokens per round, of each of them
-    shadow_every  as in `paceline.draft.choice.ChoiceDrafter`
+    """Losses and gains of a choice of up to ``k`` tokens per round on the sequences of a trace, in their order.
+    ``names``: of drafters; none: `chain_policies`.
 
     Raises:
         ConfigurationError: there are fewer than two, or one was not recorded at this depth.

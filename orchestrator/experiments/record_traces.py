@@ -49,15 +49,10 @@ log = logging.getLogger("paceline")
 def record_traces(
     plan: ExperimentPlan, store: Store, report: PartProgress, *, deadline: float = math.inf
 ) -> list[Path]:
-    """Record what is missing or unreadable. -> the complete files, new and old
+    """Record what is missing or unreadable, or raise StorageError. -> the complete files, new and old
 
     A file is written after every drafter, so that an interrupted run loses one. Drafters whose files or options have
-    changed are recorded again; sequences and other drafters stay.
-
-    deadline  of `time.monotonic`, after which no recording begins
-
-    Raises:
-        StorageError: one cannot be written.
+    changed are recorded again; sequences and other drafters stay. After ``deadline`` no recording begins.
     """
     groups = dict(_groups(plan))
     files = []
@@ -201,12 +196,8 @@ def record(
     requests: Sequence[Request],
     texts: Sequence[TraceText] = (),
 ) -> tuple[tuple[TraceText, ...], RecordedDrafter]:
-    """Decode prompts without speculation and record what a drafter proposes at every position.
-
-    requests  of the prompts
-    texts     of the prompts, if they are known: then the target runs only if the drafter reads its hidden states
-
-    -> the texts, and the drafter without a name
+    """Decode prompts without speculation and record what a drafter proposes at every position. If their ``texts`` are
+    known, the target runs only if the drafter reads its hidden states. -> the texts, and the drafter without a name
 
     Raises:
         ConfigurationError: its proposals were sampled from probabilities, so the texts depend on them.

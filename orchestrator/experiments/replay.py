@@ -43,12 +43,10 @@ _Key = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """Simulated outcome of a policy.
+    """Simulated outcome of a policy: statistics of a call without times, and the acceptance of every sequence.
 
-    statistics  as in a call of ``sample``, without times
-    requests    acceptance of every sequence
-    rounds      for every round of the batch, the number of slots that took part and the deepest proposal
-    seconds     assumed time of all rounds; 0 without a ladder
+    rounds   for every round of the batch, the number of slots that took part and the deepest proposal
+    seconds  assumed time of all rounds; 0 without a ladder
     """
 
     statistics: Statistics

@@ -149,9 +149,7 @@ def run(planned: ExperimentPlan, store: Store, report: PartProgress, *, deadline
               ``runs`` none begins
 
     Raises:
-        StorageError: a result cannot be written; finished cells stay.
-        PlanError: the cluster has no capacity for a cell.
-        WorkerError: it does not respond.
+        StorageError: a result cannot be written; finished cells stay. PlanError, WorkerError: as `_run_parallel`
     """
     if not planned.config.runs:
         planned = replace(planned, cells=())
@@ -207,18 +205,12 @@ def failed(results: Sequence[CellResult]) -> list[CellResult]:
     return [result for result in results if result.error is not None]
 
 
-@dataclass(frozen=True, slots=True)
-class _MakeBench:
-    """Makes what runs cells in a worker. ``folder``: to which the paths of the experiment are relative."""
+def _worker(config: ExperimentConfig, folder: str) -> Callable[[PlannedCell], CellResult]:
+    """Make what runs cells in a worker. ``folder``: to which the paths of the experiment are relative."""
+    from paceline.experiments.measure import Bench
 
-    config: ExperimentConfig
-    folder: str
-
-    def __call__(self) -> Callable[[PlannedCell], CellResult]:
-        from paceline.experiments.measure import Bench
-
-        os.chdir(self.folder)
-        return partial(_run_cell, bench=Bench(self.config))
+    os.chdir(folder)
+    return partial(_run_cell, bench=Bench(config))
 
 
 def _run_parallel(
@@ -231,7 +223,7 @@ def _run_parallel(
     """
     from paceline.placement.cluster.jobs import JobWorkers
 
-    make = _MakeBench(config, str(Path.cwd()))
+    make = partial(_worker, config, str(Path.cwd()))
     count = min(len(cells), config.cells_at_once or len(cells))
     with JobWorkers(make, address=address, degree=config.cores_per_cell, count=count) as workers:
         for outcome in workers.run(cells):

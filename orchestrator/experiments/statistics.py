@@ -59,8 +59,6 @@ def length_interval(rows: Sequence[Row]) -> Interval:
 class Comparison:
     """Two runs of the same prompts.
 
-    figure       the compared figure
-    first        of the first run; second: of the second
     units        unit of resampling and flipping: prompts, or for times the groups of prompts that ran together
     difference   second minus first, with its interval
     p_value      two-sided, of a sign-flip test over units: the probability of such a large mean difference by chance
@@ -81,10 +79,7 @@ class Comparison:
 
 def compare_rows(first: Sequence[Row], second: Sequence[Row], figure: str, *, seed: int = 0) -> Comparison:
     """Compare a figure of rows prompt by prompt; times group by group, since prompts that ran together share theirs.
-    ``tokens_per_second`` is new tokens over seconds.
-
-    Raises:
-        ConfigurationError: the two have no prompt in common.
+    ``tokens_per_second`` is new tokens over seconds. ConfigurationError: the two have no prompt in common.
     """
     theirs = {row["prompt"]: row for row in second}
     pairs = [(row, theirs[row["prompt"]]) for row in first if row["prompt"] in theirs]

@@ -32,13 +32,10 @@ _LISTING = "experiment.json"
 class CellResult:
     """A cell that has run.
 
-    key         name of its file
-    names       its distinguishing names (`paceline.experiments.config.Cell.names`)
-    rows        one for every prompt
-    totals      figures of the whole cell
-    provenance  of the run
-    error       reason why it has no rows; None: it has
-    warnings    about its prompts
+    key     name of its file
+    rows    one for every prompt
+    totals  figures of the whole cell
+    error   reason why it has no rows; None: it has
     """
 
     key: str
@@ -54,20 +51,12 @@ class Store:
     """Cell files in a folder, which is created and tested at once; StorageError: it is not writable."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self.cells, self.traces = folder, folder / "cells", folder / "traces"
         probe = self.cells / ".probe"
         with atomic_write(probe):
             probe.parent.mkdir(parents=True, exist_ok=True)
             probe.write_bytes(b"\0" * 4096)
             probe.unlink()
-
-    @property
-    def cells(self) -> Path:
-        return self.folder / "cells"
-
-    @property
-    def traces(self) -> Path:
-        return self.folder / "traces"
 
     def write(self, name: str, text: str) -> Path:
         path = self.folder / name

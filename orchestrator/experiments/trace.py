@@ -31,13 +31,7 @@ _GZIP = b"\x1f\x8b"
 
 @dataclass(frozen=True, slots=True)
 class TraceText:
-    """One prompt and its output.
-
-    prompt      ids
-    tokens      the output's ids, the last of which may stop it
-    seed        seed of its sampling
-    max_length  limit of the whole sequence
-    """
+    """One prompt and its output, ids whose last may stop it. ``max_length``: limit of the whole sequence."""
 
     key: str
     category: str

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+from pathlib import Path
 
 import pytest
+import torch
 from click.testing import Result
 from typer.testing import CliRunner
 
@@ -36,3 +38,16 @@ def terminated(*arguments: object) -> Result:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Bar, "reach", told)
         return call(*arguments)
+
+
+def trained_in_three_goes(command: list[object], work: Path) -> dict[str, object]:
+    """Stop a training by its time limit, then by SIGTERM, and let it end. -> what it prints"""
+    stopped = call(*command, "--max-minutes", 0)
+    assert stopped.exit_code == 75, stopped.stderr
+    assert "again to resume" in stopped.stderr and not (work.parent / "model.safetensors").exists()
+    ended = terminated(*command)
+    assert ended.exit_code == 143 and "again to resume" in ended.stderr
+    assert torch.load(work / "state.pt", weights_only=True)["state"]["step"] == 2
+    done = call(*command)
+    assert "training, loss" in done.stderr, "not on a terminal: lines"
+    return last(done)

@@ -37,6 +37,11 @@ def answer(home: Path, *arguments: object) -> dict[str, object]:
     return found
 
 
+def bench(home: Path, prompts: Path, lines: str, *arguments: object) -> Result:
+    prompts.write_text(lines)
+    return call("bench", "--target", home / "target", "--draft", home / "draft", "--prompts", prompts, *arguments)
+
+
 def test_json_is_one_object_with_the_new_tokens(home: Path) -> None:
     found = answer(home)
     assert list(found) == ["prompt", "text", "tokens", "finish_reason", "statistics"]
@@ -198,34 +203,30 @@ def test_prompts_with_lone_surrogates_are_rejected(home: Path, tmp_path: Path) -
 
 
 def test_bench_compares_drafters(home: Path, tmp_path: Path) -> None:
-    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": PROMPT}) + "\n")
-    given = ["--target", home / "target", "--draft", home / "draft", "--prompts", tmp_path / "prompts.jsonl"]
-    done = call("bench", *given, "--k", "1,2", "--max-new-tokens", 4, *EAGER[:4], "--tp-degree", 2, "--json")
+    given = home, tmp_path / "prompts.jsonl", json.dumps({"prompt": PROMPT})
+    done = bench(*given, "--k", "1,2", "--max-new-tokens", 4, *EAGER[:4], "--tp-degree", 2, "--json")
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["identical"] is True
-    shown = call("bench", *given, "--draft", "suffix", "--k", "2", "--max-new-tokens", 4, *EAGER[:4])
+    shown = bench(*given, "--draft", "suffix", "--k", "2", "--max-new-tokens", 4, *EAGER[:4])
     assert shown.exit_code == 0 and "speculative_over_plain" in shown.stdout and "{" not in shown.stdout
-    several = call("bench", *given, "--draft", '["ngram", "suffix"]')
-    assert several.exit_code == 2 and "--draft: expected one drafter, got" in several.stderr
 
 
 @pytest.mark.parametrize(
-    ("lines", "count"), [("", 6), ('{"prompt": "a"}', 0), ('{"prompt": "a"}\n{"prompt": "b"}', -1)]
+    ("lines", "options", "message"),
+    [
+        ("", [], "--prompts: expected at least one prompt"),
+        ('{"prompt": "a"}', ["--num-prompts", 0], "--prompts: expected at least one prompt"),
+        ('{"prompt": "a"}\n{"prompt": "b"}', ["--num-prompts", -1], "--prompts: expected at least one prompt"),
+        ('{"prompt": "a"}', ["--max-new-tokens", 1], "at least 2"),
+        ('{"prompt": "a"}\n{"prompt": ""}', [*EAGER[:2], "--max-new-tokens", 2], "prompt 2: expected text"),
+        ('{"prompt": "a"}', ["--draft", '["ngram", "suffix"]'], "--draft: expected one drafter, got"),
+    ],
 )
-def test_bench_without_prompts_is_rejected(home: Path, tmp_path: Path, lines: str, count: int) -> None:
-    (tmp_path / "prompts.jsonl").write_text(lines)
-    given = ["--target", home / "target", "--draft", home / "draft", "--prompts", tmp_path / "prompts.jsonl"]
-    done = call("bench", *given, "--num-prompts", count)
-    assert done.exit_code == 2 and "--prompts: expected at least one prompt" in done.stderr
-    done = call("bench", *given, "--max-new-tokens", 1)
-    assert done.exit_code == 2 and "at least 2" in done.stderr
-
-
-def test_bench_names_the_prompt_that_is_empty(home: Path, tmp_path: Path) -> None:
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n{"prompt": ""}')
-    given = ["--target", home / "target", "--draft", home / "draft", "--prompts", tmp_path / "prompts.jsonl"]
-    done = call("bench", *given, "--backend", "eager", "--max-new-tokens", 2)
-    assert done.exit_code == 2 and "prompt 2: expected text" in done.stderr
+def test_invalid_benches_are_rejected(
+    home: Path, tmp_path: Path, lines: str, options: list[object], message: str
+) -> None:
+    done = bench(home, tmp_path / "prompts.jsonl", lines, *options)
+    assert done.exit_code == 2 and message in done.stderr
 
 
 def test_a_utf_8_byte_order_mark_is_not_part_of_a_prompt(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from dataclasses import replace
@@ -14,6 +13,7 @@ import pytest
 from paceline import AutoDecoder, SpeculativeGenerator
 from paceline.auto import SamplingDecoder
 from paceline.core.errors import DownloadError
+from tests.docs.pages import script
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.py"
 
@@ -21,12 +21,8 @@ DEMO = Path(__file__).parents[2] / "examples" / "demo.py"
 @pytest.fixture
 def demo(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The script as a module, with the tiny pair in place of the demo's and nothing compiled."""
-    spec = importlib.util.spec_from_file_location("demo_under_test", DEMO)
-    assert spec is not None and spec.loader is not None
-    made = importlib.util.module_from_spec(spec)
     monkeypatch.syspath_prepend(DEMO.parent)
-    monkeypatch.setitem(sys.modules, spec.name, made)  # its dataclasses look there for their types
-    spec.loader.exec_module(made)
+    made = script(DEMO, "demo_under_test")
     for name in ("target", "draft"):
         (tmp_path / name).symlink_to(home / name)
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"def main{i}"}) + "\n" for i in range(6)))

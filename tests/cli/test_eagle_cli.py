@@ -7,11 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from click.testing import Result
 
 from paceline.decoder.token_files import write_tokens
-from tests.cli.calling import call, last, terminated
+from tests.cli.calling import call, last, trained_in_three_goes
 from tests.decoder.tiny import VOCABULARY
 
 EAGER = ["--backend", "eager", "--amp", "f32", "--context-length-estimate", 16]
@@ -27,16 +26,10 @@ def head(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--eagle-version", 3, "--aux-layers", 0, "--aux-layers", 1, "--aux-layers", 2, "--draft-vocab-size", 60,
         "--tokens", 24 * 8 * 3, "--ttt-steps", 2, "--length", 24, "--eval-samples", 32, "--json",
     ]  # fmt: skip
-    stopped = call(*command, "--max-minutes", 0)
-    assert stopped.exit_code == 75, stopped.stderr
-    assert "again to resume" in stopped.stderr and not (folder / "out" / "model.safetensors").exists()
-    assert "training, loss" in stopped.stderr, "not on a terminal: lines"
-    ended = terminated(*command)
-    assert ended.exit_code == 143 and "again to resume" in ended.stderr
-    assert torch.load(folder / "out" / "work" / "state.pt", weights_only=True)["state"]["step"] == 2
-    found = last(call(*command))
+    work = folder / "out" / "work"
+    found = trained_in_three_goes(command, work)
     assert found["version"] == 3 and len(found["greedy chains"]) == 5  # type: ignore[arg-type]
-    assert "of" in json.loads((folder / "out" / "work" / "log.jsonl").read_text().splitlines()[-1])
+    assert "of" in json.loads((work / "log.jsonl").read_text().splitlines()[-1])
     return folder / "out"
 
 

@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.cli.calling import call, last, terminated
+from tests.cli.calling import call, last, trained_in_three_goes
 from tests.decoder.tiny import VOCABULARY
 
 EAGER = ["--backend", "eager", "--amp", "f32"]
@@ -30,16 +29,7 @@ def heads(target: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) ->
         "train", "medusa", "--target", target, "--data", data, "--out", out, "--num-heads", 2, "--tokens", 64 * 4,
         "--length", 64, "--eval-samples", 2, "--epochs", 4, "--batch-size", 2, "--json",
     ]  # fmt: skip
-    stopped = call(*command, "--max-minutes", 0)
-    assert stopped.exit_code == 75
-    assert "again to resume" in stopped.stderr
-    assert not (out / "model.safetensors").exists()
-    ended = terminated(*command)
-    assert ended.exit_code == 143 and "again to resume" in ended.stderr
-    assert torch.load(out / "work" / "state.pt", weights_only=True)["state"]["step"] == 2
-    done = call(*command)
-    assert last(done)["heads"] == 2
-    assert "training, loss" in done.stderr, "not on a terminal: lines"
+    assert trained_in_three_goes(command, out / "work")["heads"] == 2
     return out
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -51,3 +54,12 @@ def anchors(page: str) -> set[str]:
     )
     plain = (re.sub(r"\[([^\]]*)\]\([^)]*\)|[`*]", r"\1", head) for head in heads)
     return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in plain}
+
+
+def script(path: Path, name: str) -> ModuleType:
+    """A file as a module of that name, in which its dataclasses find their types."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    sys.modules[name] = made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made

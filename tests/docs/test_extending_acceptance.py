@@ -1,4 +1,4 @@
-"""The acceptance rule of docs/extending/acceptance.md decides in every mode that it declares, and has its length."""
+"""The acceptance rule of docs/extending/acceptance.md decides in every mode that it declares."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from paceline import SpeculativeGenerator, registry
 from paceline.core.acceptance.base import AcceptanceRule
 from paceline.core.errors import ConfigurationError
-from tests.docs.extending import lines, written
+from tests.docs.extending import written
 from tests.fakes import Checked, TableDecoder, near, table
 
 PAGE = "docs/extending/acceptance.md"
@@ -35,11 +35,6 @@ def at_least(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def decoders() -> tuple[TableDecoder, TableDecoder]:
     draft = TableDecoder(near(TARGET, seed=1, spread=0.6), slots=3, kv_buckets=(256,))
     return draft, TableDecoder(TARGET, slots=3, kv_buckets=(256,))
-
-
-def test_the_example_rule_has_the_stated_number_of_lines() -> None:
-    stated, counted = lines(PAGE)
-    assert counted == stated < 60
 
 
 @pytest.mark.parametrize("fused", [None, False])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -13,6 +11,7 @@ import torch
 
 from paceline import SpeculativeGenerator, registry
 from tests.decoder.tiny import Workshop
+from tests.docs.pages import script
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending" / "drafter.md"
 TEXT, ROW, HEAD = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), flags=re.M | re.S)
@@ -23,11 +22,7 @@ SAMPLING = [{}, {"do_sample": True, "temperature": 0.8, "seed": 3}]
 def module(code: str, name: str, folder: Path) -> ModuleType:
     """A separate file, as a user would write it."""
     (folder / f"{name}.py").write_text(code, encoding="utf-8")
-    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    sys.modules[name] = found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
+    return script(folder / f"{name}.py", name)
 
 
 def test_each_example_drafter_is_one_file_of_the_stated_length() -> None:

@@ -29,11 +29,6 @@ DRAFTS = st.lists(
 )
 
 
-@pytest.fixture(scope="module")
-def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    return Workshop(tmp_path_factory.mktemp("models"))
-
-
 @given(DRAFTS, st.integers(0, 9))
 @settings(max_examples=60)
 def test_acceptance_identities_hold(drafts: list[Draft], undrafted: int) -> None:

@@ -37,11 +37,6 @@ LONG = SamplingParams(sequence_length=128, eos_token_id=[], seed=[1, 2])
 TEXT_ROWS = ("ngram", "ngram, first", "suffix", "suffix, with a corpus", "none", "none, by name")
 
 
-@pytest.fixture(scope="module")
-def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    return Workshop(tmp_path_factory.mktemp("models"))
-
-
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)

@@ -1,28 +1,18 @@
 """scripts/structure.py, which `make check` runs over the repository: each rule catches a small tree that breaks it."""
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+
+from tests.docs.pages import script
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPT = REPOSITORY / "scripts" / "structure.py"
 
 
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("structure", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-structure = load()
+structure = script(SCRIPT, "structure")
 
 
 def plant(root: Path, files: dict[str, str]) -> Path:

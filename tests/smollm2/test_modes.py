@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 from paceline import SpeculativeGenerator
 from paceline.auto import SamplingDecoder
+from tests.docs.pages import script
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "smollm2"
 SAMPLED = {"do_sample": True, "temperature": 0.7, "seed": 3}
 
 
-def recipe() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("smollm2_measure", FOLDER / "recipe" / "measure.py")
-    assert spec is not None and spec.loader is not None
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    return made
-
-
-MEASURE = recipe()
+MEASURE = script(FOLDER / "recipe" / "measure.py", "smollm2_measure")
 PUBLISHED = json.loads((FOLDER / "acceptance.json").read_text())
 NAMES = [name for name in PUBLISHED if name not in ("prompts", "new_tokens")]
 

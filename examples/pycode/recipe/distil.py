@@ -58,7 +58,6 @@ class Mixture:
         self.own = self.own[torch.randperm(len(self.own))]
 
     def _write(self, args: argparse.Namespace, target: LlamaForCausalLM) -> None:
-        """Have the target write texts."""
         attention = target.config._attn_implementation
         target.set_attn_implementation("sdpa")
         for number in range(args.own_batches):
@@ -74,7 +73,6 @@ class Mixture:
         target.set_attn_implementation(attention)
 
     def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Input ids and labels of the next batch."""
         self.count += 1
         if not len(self.own) or self.count % self.every:
             return self.chunks.batch(self.tokens, CONTEXT)

@@ -17,7 +17,6 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 
 
 def export_model(source: Path, tokenizer: Path, out: Path) -> None:
-    """One model with its tokenizer."""
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
     model.generation_config = GenerationConfig(bos_token_id=END_ID, eos_token_id=END_ID, pad_token_id=PAD_ID)
     model.save_pretrained(out)

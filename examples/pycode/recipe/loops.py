@@ -76,7 +76,6 @@ def unlikelihood(logits: torch.Tensor, ids: torch.Tensor, found: torch.Tensor) -
 
 @torch.no_grad()
 def check(pair: Pair, held_out: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
-    """Loss on fixed held-out batches, in nats."""
     with torch.compiler.set_stance("force_eager"):
         losses = [pair.target_loss(ids.to(pair.device), labels.to(pair.device))[0].item() for ids, labels in held_out]
     return sum(losses) / len(losses)

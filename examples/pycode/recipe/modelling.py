@@ -46,7 +46,6 @@ AttentionInterface.register("blocked_causal", blocked_causal_attention)
 
 
 def new_model(hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int) -> LlamaForCausalLM:
-    """A model with random weights."""
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=4096,
@@ -66,12 +65,10 @@ def new_model(hidden: int, layers: int, heads: int, kv_heads: int, intermediate:
 
 
 def load_model(folder: Path) -> LlamaForCausalLM:
-    """A saved model in float32."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
 def parse_shape(text: str) -> list[int]:
-    """The numbers of `hidden,layers,heads,kv_heads,intermediate`."""
     shape = [int(part) for part in text.split(",")]
     if len(shape) != 5:
         raise ValueError("a shape is hidden,layers,heads,kv_heads,intermediate")
@@ -150,7 +147,6 @@ class Chunks:
         self.repeats = repeats
 
     def batch(self, tokens: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Input ids and labels."""
         rows: list[np.ndarray] = []
         while len(rows) * length < tokens:
             if not self.order:
@@ -198,7 +194,6 @@ def save_model(model: LlamaForCausalLM, folder: Path) -> None:
 
 
 def append_json(path: Path, row: dict) -> None:
-    """Add one line to a log, and show it."""
     line = json.dumps(row)
     print(line, flush=True)
     with Path(path).open("a") as file:

@@ -77,7 +77,6 @@ class Trainee:
         ]
 
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
-        """Logits of a packed batch."""
         return self.model(input_ids=ids, use_cache=False).logits
 
     def step(self, scale: float) -> None:
@@ -91,12 +90,10 @@ class Trainee:
             optimizer.zero_grad(set_to_none=True)
 
     def state(self) -> dict:
-        """All that `restore` needs."""
         optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
         return {"steps": self.steps, "model": self.model.state_dict(), "optimizers": optimizers}
 
     def restore(self, state: dict) -> None:
-        """Continue from a saved state."""
         self.steps = state["steps"]
         self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
@@ -104,5 +101,4 @@ class Trainee:
 
 
 def cosine(progress: float, floor: float = 0.02) -> float:
-    """The schedule's factor."""
     return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))

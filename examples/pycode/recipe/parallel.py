@@ -53,12 +53,10 @@ class Shared:
 
     @property
     def steps(self) -> int:
-        """Steps of the target."""
         return int(self.counts[0])
 
     @property
     def tokens(self) -> int:
-        """Tokens learned from."""
         return int(self.counts[1])
 
     def step_draft(self, scale: float, tokens: int = 0) -> None:

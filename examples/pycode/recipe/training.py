@@ -38,7 +38,6 @@ Losses = tuple[torch.Tensor, ...]
 
 
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Mean loss per token."""
     return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
 
@@ -64,7 +63,6 @@ class Pair:
             self.cross_entropy = torch.compile(cross_entropy, dynamic=False)
 
     def precision(self) -> contextlib.AbstractContextManager:
-        """Type in which matrices are multiplied."""
         if self.dtype == torch.bfloat16:
             return torch.autocast(self.device.type, self.dtype)
         return contextlib.nullcontext()
@@ -93,7 +91,6 @@ class Pair:
 
     @torch.no_grad()
     def check(self, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, float]:
-        """Losses on fixed held-out batches."""
         sums = torch.zeros(4)
         with torch.compiler.set_stance("force_eager"):
             for ids, labels in batches:
@@ -105,12 +102,10 @@ class Pair:
 
 
 def build(spec: str) -> LlamaForCausalLM:
-    """A model from a folder, or a fresh one from a shape."""
     return load_model(Path(spec)) if Path(spec).is_dir() else new_model(*parse_shape(spec))
 
 
 def build_draft(args: argparse.Namespace) -> LlamaForCausalLM:
-    """The draft to start from."""
     model = build(args.draft)
     if args.draft_hidden:
         model = narrow(model, args.draft_hidden, Chunks(args.work / "train.bin", 7).batch(8192, 512)[0])
@@ -118,7 +113,6 @@ def build_draft(args: argparse.Namespace) -> LlamaForCausalLM:
 
 
 def wait_while(pause_file: Path | None) -> None:
-    """Sleep as long as the file exists."""
     while pause_file is not None and pause_file.exists():
         time.sleep(1)
 
@@ -131,16 +125,13 @@ class Progress:
         self.began = time.time()
 
     def restore(self, saved: dict) -> None:
-        """Continue from a saved count."""
         self.step, self.tokens, self.seconds = saved["step"], saved["tokens"], saved["seconds"]
         self.began = time.time() - self.seconds
 
     def count(self, step: int, tokens: int) -> None:
-        """Note where the run is."""
         self.step, self.tokens, self.seconds = step, tokens, time.time() - self.began
 
     def report(self, log: Path, **values: float) -> None:
-        """Add a line with these values to a log."""
         rounded = {name: round(value, 4) for name, value in values.items()}
         append_json(log, {"step": self.step, "tokens": self.tokens, "seconds": round(self.seconds), **rounded})
 
@@ -150,7 +141,6 @@ class Progress:
         return min(1.0, max(self.step / self.steps, (time.time() - self.began) / 60 / self.minutes))
 
     def state(self) -> dict:
-        """State that `restore` needs."""
         return {"step": self.step, "tokens": self.tokens, "seconds": self.seconds}
 
 
