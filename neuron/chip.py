@@ -36,7 +36,8 @@ from paceline.decoder.parallel.ranks import parts_of
 from paceline.neuron import chips, environment
 from paceline.neuron import sdk as neuron_sdk
 from paceline.neuron.graph_product import xla_product
-from paceline.neuron.lowering import Attention, Lowered, constants_of, state_of
+from paceline.neuron.lowering import Lowered, constants_of, state_of
+from paceline.neuron.prompt_attention import Attention
 
 
 class Cores:
@@ -69,9 +70,7 @@ def tracing(degree: int) -> AbstractContextManager[Any]:
 
 
 def others(first: ModelWithCache, path: str) -> list[ModelWithCache]:
-    """Return the bodies of ranks 1 and up, in order; ``first`` is rank 0's. Together they hold every sharded tensor
-    once.
-    """
+    """Return the bodies of ranks 1 and up, in order; ``first`` is rank 0's."""
     return [
         load_rank(path, first.config, first.options, kernels=first.kernels, rank=rank, group=first.group)
         for rank in range(1, first.options.layout.degree)
@@ -83,8 +82,7 @@ _TOPK_MULTIPLE = 8
 
 
 class Stateful(nn.Module):
-    """A lowered step in the tracer's form: it owns weights and states, and replaces states instead of writing into
-    them.
+    """A lowered step in the tracer's form: it owns weights and states, and replaces states instead of writing.
 
     Its inputs are named and optional after the first, the same for all graphs: one `NxDModel` holds only graphs of one
     signature. ``tensors`` are the host's, by the names that all graphs of the process share.
@@ -233,18 +231,14 @@ class DeviceNames:
             self._parts[tensor] = parts
 
     def states(self, ranks: int = 1) -> list[dict[str, Tensor]]:
-        """Return tensors that some graph changes, by name, for every rank. Tensors that are not sharded are copied for
-        each rank.
-        """
+        """Return tensors that some graph changes, by name, for every rank; those that are not sharded are copied."""
         for tensor in self._changed.values():
             if tensor not in self._parts:
                 self._parts[tensor] = [tensor.clone() for _ in range(1, ranks)]
         return [{name: self._of(tensor, rank) for name, tensor in self._changed.items()} for rank in range(ranks)]
 
     def weights(self, ranks: int = 1) -> list[dict[str, Tensor]]:
-        """Return tensors that no graph changes, by name, for every rank. Tensors that are not sharded are shared by all
-        ranks.
-        """
+        """Return tensors that no graph changes, by name, for every rank; those that are not sharded are shared."""
         return [{name: self._of(x, rank).detach() for name, x in self._fixed.items()} for rank in range(ranks)]
 
     def _of(self, tensor: Tensor, rank: int) -> Tensor:

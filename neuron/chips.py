@@ -183,9 +183,7 @@ def compile_seconds(graphs: int, compilers: int) -> float:
 
 
 def announcement(graphs: int, compilers: int, logical: int) -> str:
-    """Return what is said before any graph is compiled: number, minutes, and memory on a core of ``logical`` physical
-    ones.
-    """
+    """Return what is said before any graph is compiled. ``logical``: physical cores per logical core."""
     memory = logical * MICRO_CODE.value + graphs * PROGRAM.value
     return (
         f"{graphs} graphs, {compilers} at a time: about {compile_seconds(graphs, compilers) / 60:.0f} minutes for "

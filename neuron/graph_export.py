@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from paceline.core.errors import ConfigurationError
-from paceline.neuron import chips, compile_graphs
-from paceline.neuron.chips import CAPABILITIES, Chip
+from paceline.neuron import compile_graphs
+from paceline.neuron.chips import CAPABILITIES
 from paceline.neuron.lowering import Lowered, lower
 from paceline.neuron.native import in_place
-from paceline.neuron.round_cost import counted, expected_seconds
+from paceline.neuron.round_cost import chip_in, counted, expected_seconds
 from paceline.neuron.round_graphs import RoundSetup, fused_round, prefill_step
 from paceline.neuron.sdk import Sdk
 from paceline.placement.planning.instances import Instance
@@ -39,7 +38,7 @@ def export(setup: RoundSetup, instance: Instance, folder: Path, *, layers: int |
     Raises:
         ConfigurationError: the instance has no Neuron chip with a compiler target.
     """
-    target = compiler_target(instance)
+    target = chip_in(instance)
     flags = Sdk(target, CAPABILITIES[target].lines[0], (), CAPABILITIES[target].logical[0]).flags
     folder.mkdir(parents=True, exist_ok=True)
     with_xla = importlib.util.find_spec("torch_xla") is not None
@@ -83,14 +82,6 @@ def export(setup: RoundSetup, instance: Instance, folder: Path, *, layers: int |
     return made
 
 
-def compiler_target(instance: Instance) -> Chip:
-    """Return the chip for which an instance's graphs are compiled."""
-    if chip := chips.chip_of(instance.name):
-        return chip
-    known = ", ".join(chip.value for chip in Chip)
-    raise ConfigurationError(f"instance: expected one of {known}, got {instance.name}; use one of them")
-
-
 def _graphs(setup: RoundSetup, layers: int | None) -> list[tuple[str, nn.Module, tuple[Tensor, ...]]]:
     """Return name, step and inputs of a prompt's chunk and of a round."""
     depth = min(layers or setup.target.num_layers, setup.target.num_layers)
@@ -111,9 +102,7 @@ def _write(folder: Path, name: str, lowered: Lowered, *, degree: int, with_xla: 
 
 
 def _torch(folder: Path, name: str, lowered: Lowered) -> dict[str, object]:
-    """Write a step as `torch.compile` is given it on TorchNeuron, as the source of a function ``forward`` of meta
-    tensors. -> the file, and type and shape of each tensor
-    """
+    """Write a step as source of a function ``forward`` for `torch.compile`. -> the file, type and shape of inputs"""
     given = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in _values(lowered)]
     code = make_fx(in_place(lowered, torch.device("meta")))(*given).code.replace("def forward(self, ", "def forward(")
     file = folder / f"{name}.torch.py"

@@ -12,27 +12,19 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, fx
 
-from paceline.neuron import prompt_attention
 from paceline.neuron.hlo_lint import LintFinding
 from paceline.neuron.lowering import Lowered, constants_of, operator
+from paceline.neuron.step_work import COLLECTIVES, KERNELS
 
 _LOWERS = """
     " __and__ __or__ __xor__ _to_copy _unsafe_view abs add alias amax amin arange bitwise_and bitwise_not bitwise_or
     bitwise_right_shift bitwise_xor cat clamp clone convert_element_type detach div embedding eq exp expand expm1 flip
     floor full full_like ge getitem gt index_put index_select largest le linear log log1p lt matmul maximum mul ne neg
     new_zeros ones_like pad permute pow product reshape rsqrt select silu slice split split_with_sizes sqrt squeeze
-    stack sub sum tanh transpose unbind unsqueeze view where zeros zeros_like
+    stack sub sum tanh transpose unbind unsqueeze view wait_tensor where zeros zeros_like
 """
 LOWERS = frozenset(_LOWERS.split())
 """Operators that lower to HLO without findings. Others are not wrong, only unchecked."""
-
-COLLECTIVES = frozenset({"all_reduce", "all_gather_into_tensor", "wait_tensor"})
-"""PyTorch's collectives, which a backend of several ranks replaces by its device's."""
-
-KERNELS = frozenset({prompt_attention.NAME})
-"""Operators that a backend replaces by a kernel of its device's library: one custom call
-(AwsNeuronCustomNativeKernel).
-"""
 
 PRODUCTS = frozenset({"bmm", "linear", "matmul", "mm", "product"})
 _MOVES = frozenset({"clone", "expand", "index_select", "permute", "reshape", "select", "slice", "squeeze", "transpose"})
@@ -92,9 +84,7 @@ def _operator(node: fx.Node) -> Iterator[LintFinding]:
 
 
 def _widened(node: fx.Node) -> str:
-    """Return the 16-bit weight or cache that is an operand of a matmul after conversion to float32; "" if there is
-    none.
-    """
+    """Return the 16-bit weight or cache that reaches a matmul after conversion to float32; "" if none does."""
     wide = False
     while node.op == "call_function" and operator(node.target) in _MOVES and isinstance(node.args[0], fx.Node):
         before = node.args[0]

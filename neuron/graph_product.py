@@ -56,9 +56,7 @@ def xla_product(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _product(x: Tensor, y: Tensor) -> Tensor:
-    """Compute the operator in PyTorch: products of two 16-bit numbers are exact in float32, so only the order of the
-    sums may differ.
-    """
+    """Compute the operator in PyTorch. 16-bit products are exact in float32: only the sums' order may differ."""
     return torch.matmul(x.float(), y.float().transpose(-2, -1))
 
 

@@ -75,9 +75,7 @@ class _Part(VocabPart):
         return topk(every, min(count, every.shape[-1]))[0]
 
     def merged(self, keys: Tensor, values: Tensor, ids: Tensor, *, count: int) -> tuple[Tensor, Tensor]:
-        """Return the first ``count`` of all ranks' values and ids by the largest keys; each rank has its own first
-        ones. [b, T, K] each -> [b, T, count] twice
-        """
+        """Return all ranks' values and ids by the largest keys. [b, T, K] each -> [b, T, count] twice"""
         if not self.divided:
             return values, ids
         places = topk(self._joined(keys), count)[1].to(torch.int64)
@@ -190,8 +188,7 @@ class _Rows:
         return torch.where(inside, drawn, _NOWHERE)
 
     def of_list(self, *, limit: int = TOP_K_LIMIT, full: bool = False) -> tuple[_Choices, Tensor]:
-        """Return candidates among the ``limit`` largest logits; and whether they hold all of the nucleus, [b, T, 1]
-        bool.
+        """Return candidates among the ``limit`` largest logits; and whether they hold the nucleus, [b, T, 1] bool.
 
         ``full``: see `border`.
         """
@@ -224,9 +221,7 @@ class _Rows:
         return border, (total >= target) & (params.top_p < 1.0)
 
     def of_candidates(self) -> tuple[_Choices, Tensor]:
-        """Return candidates with the best logit plus noise, of rows without top-k; and whether any of them is kept, [b,
-        T, 1] bool.
-        """
+        """Return candidates of rows without top-k, by logit plus noise; and whether any is kept, [b, T, 1] bool."""
         params, part = self.params, self.part
         drawn, ids = part.best(self.drawn, CANDIDATES)
         best, gumbel = part.falling(drawn, CANDIDATES), self.gumbel(ids)
@@ -332,9 +327,7 @@ def _largest(scores: Tensor, ids: Tensor, part: _Part) -> Tensor:
 
 
 def _at(falling: Tensor, place: Tensor) -> Tensor:
-    """Return the number at an index of every list. [b, T, K], [b, T or 1, 1] int32 -> [b, T, 1]; 0 for an index out of
-    range
-    """
+    """Return the number at an index of every list, or 0. [b, T, K], [b, T or 1, 1] int32 -> [b, T, 1]"""
     places = torch.arange(falling.shape[-1], dtype=torch.int32, device=falling.device)
     return torch.where(places == place, falling, 0.0).sum(-1, keepdim=True)
 
@@ -365,9 +358,7 @@ def _search(below: Tensor, numbers: Tensor, target: Tensor, *, part: _Part) -> T
 
 
 def _inside(below: Tensor, weights: Tensor, params: _Params, *, part: _Part) -> Tensor:
-    """Return which ids of whole rows the filters keep. ``below``: scores minus the largest. [b, T, n] -> [b, T, n]
-    bool
-    """
+    """Return which ids the filters keep. ``below``: scores minus the largest. [b, T, n] -> [b, T, n] bool"""
     some = params.top_k > 0
     count = torch.where(some, params.top_k, 1.0).expand_as(below[..., :1])
     inside = (below >= _search(below, torch.ones_like(weights), count, part=part)) | ~some

@@ -156,9 +156,7 @@ def _parts(setup: RoundSetup, question: HardwareQuestion, degree: int, *, drafts
 
 
 def _plan(question: HardwareQuestion, size: int, *, plain: dict[int, PartTimes], pairs: Sequence[_Times]) -> LoadPlan:
-    """Return a plan for one load. Speed-ups are relative to the fastest plain decoding, of any degree, under the same
-    assumption.
-    """
+    """Return a plan for one load. Speed-ups are over the fastest plain decoding under the same assumption."""
     alone = {degree: parts.at(0, size).plus(_LAUNCH) for degree, parts in plain.items()}
     base = [min(getattr(time, name) for time in alone.values()) for name in PartTime.__slots__]
     candidates = [

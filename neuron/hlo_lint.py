@@ -192,21 +192,11 @@ def lint(module: Module) -> list[LintFinding]:
     return [LintFinding(name, str(line)) for name, rule in RULES.items() for line in rule(module)]
 
 
-def _sort(module: Module) -> Iterator[Instruction]:
-    """EVRF029, EVRF014: sort and what lowers to it."""
-    yield from module.of("sort", "topk")
-
-
 def _dynamic(module: Module) -> Iterator[Instruction]:
     """EMOD025: any dynamic dimension, even a bounded one."""
     for line in module.instructions:
         if "<=" in line.type or line.opcode in {"set-dimension-size", "get-dimension-size", "dynamic-reshape"}:
             yield line
-
-
-def _variadic(module: Module) -> Iterator[Instruction]:
-    """Known issues: reductions of several operands at once (a plain argmax)."""
-    return (line for line in module.of("reduce", "reduce-window") if line.type.startswith("("))
 
 
 def _reduction(module: Module) -> Iterator[Instruction]:
@@ -215,16 +205,6 @@ def _reduction(module: Module) -> Iterator[Instruction]:
         root = module.root(line.calls)
         if root is not None and root.opcode not in {"add", "maximum", "minimum", "multiply", "tuple"}:
             yield line
-
-
-def _integer_dot(module: Module) -> Iterator[Instruction]:
-    """EVRF035 and known issues: integer products are rejected, or computed in float32."""
-    return (line for line in module.of("dot") if not line.is_floating)
-
-
-def _integer_collective(module: Module) -> Iterator[Instruction]:
-    """EVRF061, EVRF063: all-reduce and reduce-scatter of integers."""
-    return (line for line in module.of("all-reduce", "reduce-scatter") if not line.is_floating)
 
 
 def _integer_scatter(module: Module) -> Iterator[Instruction]:
@@ -246,46 +226,12 @@ def _wide(module: Module) -> Iterator[Instruction]:
             yield line
 
 
-def _random(module: Module) -> Iterator[Instruction]:
-    """EVRF006 and the operator list: the device ignores seeds."""
-    return (line for line in module.instructions if line.opcode.startswith("rng"))
-
-
-def _control(module: Module) -> Iterator[Instruction]:
-    """Known issues: dynamic loops and conditionals."""
-    yield from module.of("while", "conditional", "infeed", "outfeed", "send", "recv")
-
-
-def _custom(module: Module) -> Iterator[Instruction]:
-    """EHCA005, EVRF015: a custom call that the compiler does not know."""
-    for line in module.of("custom-call"):
-        if not CUSTOM_CALLS.fullmatch(line.target):
-            yield line
-
-
-def _topk(module: Module) -> Iterator[Instruction]:
-    """`torch_neuronx/python_ops/xla_ops/topk_xla.py` (2026-04-21): the call's configuration is its k as text."""
-    for line in module.of("custom-call"):
-        if line.target == "AwsNeuronTopK" and not line.config.isdigit():
-            yield line
-
-
-def _infinite(module: Module) -> Iterator[Instruction]:
-    """Runtime status 1003: NaN is an error, and infinity may become one."""
-    return (line for line in module.of("constant") if line.constant)
-
-
 def _moving_update(module: Module) -> Iterator[Instruction]:
     """Operator list: dynamic-update-slice takes constant indices only."""
     for line in module.of("dynamic-update-slice"):
         places = [module.named(line.computation, name) for name in line.operands[2:]]
         if any(place is None or place.opcode != "constant" for place in places):
             yield line
-
-
-def _shift(module: Module) -> Iterator[Instruction]:
-    """EVRF022: arithmetic right shift of other widths than 32 bits."""
-    return (line for line in module.of("shift-right-arithmetic") if line.elements not in {("s32",), ("u32",)})
 
 
 def _unlisted(module: Module) -> Iterator[Instruction]:
@@ -296,21 +242,33 @@ def _unlisted(module: Module) -> Iterator[Instruction]:
 
 
 RULES: dict[str, Rule] = {
-    "sort": _sort,
+    # EVRF029, EVRF014: sort and what lowers to it
+    "sort": lambda module: module.of("sort", "topk"),
     "dynamic dimension": _dynamic,
-    "variadic reduce": _variadic,
+    # known issues: reductions of several operands at once (a plain argmax)
+    "variadic reduce": lambda module: (x for x in module.of("reduce", "reduce-window") if x.type.startswith("(")),
     "reduction": _reduction,
-    "integer dot": _integer_dot,
-    "integer collective": _integer_collective,
+    # EVRF035 and known issues: integer products are rejected, or computed in float32
+    "integer dot": lambda module: (x for x in module.of("dot") if not x.is_floating),
+    # EVRF061, EVRF063
+    "integer collective": lambda module: (x for x in module.of("all-reduce", "reduce-scatter") if not x.is_floating),
     "integer scatter": _integer_scatter,
     "64 bits": _wide,
-    "random": _random,
-    "control flow": _control,
-    "custom call": _custom,
-    "top-k without k": _topk,
-    "infinite constant": _infinite,
+    # EVRF006 and the operator list: the device ignores seeds
+    "random": lambda module: (x for x in module.instructions if x.opcode.startswith("rng")),
+    # known issues: dynamic loops and conditionals
+    "control flow": lambda module: module.of("while", "conditional", "infeed", "outfeed", "send", "recv"),
+    # EHCA005, EVRF015
+    "custom call": lambda module: (x for x in module.of("custom-call") if not CUSTOM_CALLS.fullmatch(x.target)),
+    # `torch_neuronx/python_ops/xla_ops/topk_xla.py` (2026-04-21): the call's configuration is its k as text
+    "top-k without k": lambda module: (
+        x for x in module.of("custom-call") if x.target == "AwsNeuronTopK" and not x.config.isdigit()
+    ),
+    # runtime status 1003: NaN is an error, and infinity may become one
+    "infinite constant": lambda module: (x for x in module.of("constant") if x.constant),
     "moving update": _moving_update,
-    "shift": _shift,
+    # EVRF022: arithmetic right shift of other widths than 32 bits
+    "shift": lambda module: (x for x in module.of("shift-right-arithmetic") if x.elements not in {("s32",), ("u32",)}),
     "unlisted": _unlisted,
 }
 """Every rule by its name."""

@@ -142,7 +142,7 @@ def read_prompt(
     query = (q[0].transpose(0, 1) * (1 / math.sqrt(width))).to(cache[0].dtype)
     keys, values = (x[0].transpose(0, 1).to(part.dtype) for x, part in zip(new, cache, strict=True))
     prior = [*(read(part, place.slots, before)[0] for part in cache), place.row] if before else []
-    mixed = prompt_attention.attend([query, keys, values], prior, window=window)
+    mixed: Tensor = prompt_attention.operator()([query, keys, values], prior, window)
     rows = place.row.unsqueeze(1) + torch.arange(length, dtype=torch.int32, device=q.device)
     for part, rows_of in zip(cache, (keys, values), strict=True):
         store(part, rows_of.unsqueeze(0), slots=place.slots, rows=rows)

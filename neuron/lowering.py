@@ -82,9 +82,7 @@ def rewrites() -> dict[Any, Callable[..., Any]]:
 
 
 def gather(x: Tensor, dim: int, index: Tensor, **_options: object) -> Tensor:
-    """Replace `torch.gather` by comparison, for short dimensions: exact, since all but one term of each sum are
-    zero.
-    """
+    """Replace `torch.gather` by comparison, for short dimensions: exact, since all but one term are zero."""
     dim = dim % x.dim()
     moved = x.movedim(dim, -1).unsqueeze(-2)  # [..., 1, size]
     at = index.movedim(dim, -1).unsqueeze(-1).to(torch.int32)  # [..., n, 1]
@@ -143,9 +141,7 @@ def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
 
 
 def erf(x: Tensor) -> Tensor:
-    """Compute the error function to within 1.5e-7 (Abramowitz and Stegun, Handbook of Mathematical Functions,
-    7.1.26).
-    """
+    """Compute the error function to within 1.5e-7 (Abramowitz and Stegun, 7.1.26)."""
     size = x.abs()
     t = torch.ones_like(x) / (1.0 + 0.3275911 * size)
     total = torch.zeros_like(x)
@@ -229,8 +225,6 @@ Product = Callable[[Tensor, Tensor], Tensor]
 """Type of `paceline.neuron.graph_product.operator`."""
 TopK = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 """Type of `paceline.decoder.parallel.vocab_part.topk`."""
-Attention = Callable[..., Tensor]
-"""Type of `paceline.neuron.prompt_attention.operator`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +253,7 @@ class Lowered:
         ranks: Collectives | None = None,
         topk: TopK | None = None,
         product: Product | None = None,
-        attention: Attention | None = None,
+        attention: prompt_attention.Attention | None = None,
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
         """Execute on the device of the inputs. -> new values of changed state, outputs
 
@@ -324,9 +318,7 @@ def constants_of(lowered: Lowered) -> dict[str, Tensor]:
 
 @contextmanager
 def _by_one_path(module: nn.Module) -> Iterator[None]:
-    """Register each submodule once inside the block, as by the target that drafts for itself and verifies: the exporter
-    cannot follow a buffer's changes through two paths.
-    """
+    """Register each submodule once: the exporter cannot follow a buffer's changes through two paths."""
     seen, before = {id(module)}, list[tuple[nn.Module, dict[str, nn.Module | None]]]()
     for parent in [*module.modules()]:
         for name, child in [*parent._modules.items()]:

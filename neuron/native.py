@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import importlib
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -50,8 +50,6 @@ SETUP = (
     "use backend='neuron'"
 )
 
-Compiler = str | Callable[..., Any]
-
 
 @dataclass(frozen=True, slots=True)
 class Runtime(Stack):
@@ -65,7 +63,7 @@ class Runtime(Stack):
     packages = PACKAGES
 
     device: torch.device
-    compiler: Compiler
+    compiler: str | Callable[..., Any]
     versions: tuple[str, ...]
 
 
@@ -130,8 +128,7 @@ class NeuronNativeBackend(ChecksNoise, Backend):
 
 
 def prompt_form() -> PromptAttention:
-    """Return the form of attention over prompts: the NKI Library's kernel, which TorchNeuron supports on all of its
-    chips.
+    """Return the form of attention over prompts: the NKI Library's kernel, which TorchNeuron supports.
 
     Raises:
         ConfigurationError: a variable that selects it has an unknown value.
@@ -164,28 +161,22 @@ def compiled(graph: Graph, home: Runtime, *, prompts: PromptAttention, announce:
 
 def state_on(home: Runtime, state: Tensor) -> Tensor:
     """Return a copy of the current value of a state on a device."""
-    return _copies().of(state, home.device).cpu().clone()
+    return _copy_of(state, home.device).cpu().clone()
 
 
-class Copies:
-    """The device's copies of weights and caches: one each for all graphs and decoders, as long as the original
-    lives.
-    """
-
-    def __init__(self) -> None:
-        self._found = WeakTensorKeyDictionary()
-
-    def of(self, tensor: Tensor, device: torch.device) -> Tensor:
-        """Return the copy of a host tensor. Graphs write into copies of states; the host's tensor is unchanged."""
-        if tensor not in self._found:
-            self._found[tensor] = tensor.detach().to(device, copy=True)
-        copy: Tensor = self._found[tensor]
-        return copy
+def _copy_of(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return the device's copy of a weight or cache, into which graphs write; the host's tensor is unchanged."""
+    copies = _copies()
+    if tensor not in copies:
+        copies[tensor] = tensor.detach().to(device, copy=True)
+    copy: Tensor = copies[tensor]
+    return copy
 
 
 @lru_cache(maxsize=1)
-def _copies() -> Copies:
-    return Copies()
+def _copies() -> WeakTensorKeyDictionary:
+    """Copies for all graphs and decoders, each as long as its original lives."""
+    return WeakTensorKeyDictionary()
 
 
 class _Compiled:
@@ -194,7 +185,7 @@ class _Compiled:
     def __init__(self, graph: Graph, lowered: Lowered, home: Runtime, *, cores: int) -> None:
         self._name, self._device, self.blank = graph.name, home.device, lowered.blank
         # Weak references if the decoder owns the weight: the copies are kept alive by this object.
-        self._state = [_copies().of(x, home.device) for x in state_of(graph.module, lowered).values()]
+        self._state = [_copy_of(x, home.device) for x in state_of(graph.module, lowered).values()]
         # Each graph module has separate code, so that each key is compiled once and does not count as another's
         # recompile.
         step = in_place(lowered, home.device, cores=cores)
@@ -203,20 +194,18 @@ class _Compiled:
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
         here = [x.to(self._device) for x in inputs]
-        with torch.no_grad():
-            outputs = self._call(*self._state, *here) if self._ready else self._first(here)
-        return [x.cpu() for x in outputs]
-
-    def _first(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         try:
-            outputs: Sequence[Tensor] = self._call(*self._state, *inputs)
+            with torch.no_grad():
+                outputs = self._call(*self._state, *here)
         except Exception as error:  # from Dynamo, AOTAutograd, the compiler or the runtime
+            if self._ready:
+                raise
             raise BackendError(
                 f"{self._name}: compiling for Neuron failed ({type(error).__name__}: {error}); check that the "
                 "versions of the SDK fit (`paceline doctor`)"
             ) from error
         self._ready = True
-        return outputs
+        return [x.cpu() for x in outputs]
 
 
 class _Prepared:
@@ -298,9 +287,8 @@ def in_place(lowered: Lowered, device: torch.device, *, cores: int = 1) -> fx.Gr
     graph = fx.Graph()
     results = graph.graph_copy(lowered.graph.graph, {})
     assert isinstance(results, (list, tuple)), "a lowered step gives several tensors"
-    aten = torch.ops.aten
     own: dict[Any, Callable[..., Any]] = {graph_product.operator(): product, vocab_part.topk_operator(): topk}
-    own[aten.alias.default] = _same
+    own[torch.ops.aten.alias.default] = _same
     for node in graph.nodes:
         if node.op == "call_function":
             if node.target == prompt_attention.operator():
@@ -424,8 +412,7 @@ class NeuronNativeRanks(ChecksNoise, RankedBackend):
         return state_on(self.stack, state)
 
 
-def _quiet(_said: str) -> None:
-    """Ignore a message."""
+def _quiet(_said: str) -> None: ...
 
 
 def _free_port() -> int:

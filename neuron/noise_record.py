@@ -94,9 +94,7 @@ def _first_line(path: Path) -> str:
 
 
 def _library(path: Path) -> str:
-    """Return the version of a shared library, by the name of the link's target and its size; "" if it does not
-    exist.
-    """
+    """Return the name of the shared library that a link points to, and its size; "" if it does not exist."""
     try:
         return f"{path.resolve().name} {path.stat().st_size}"
     except OSError:

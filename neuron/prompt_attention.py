@@ -25,11 +25,8 @@ from paceline.core.errors import BackendError
 from paceline.decoder.kernels.protocol import AttentionRule
 from paceline.decoder.parallel.vocab_part import graph_operator
 
-NAME = "prompt_attention"
-"""The operator's bare name."""
-
-KERNEL = "attention_cte"
-"""Kernel of the NKI Library (aws-neuron/nki-library, ``nkilib.core.attention.attention_cte``)."""
+NAME = "prompt_attention"  # the operator's
+KERNEL = "attention_cte"  # of the NKI Library (aws-neuron/nki-library, nkilib.core.attention)
 
 MAX_WIDTH, MAX_HEADS, MAX_ROWS = 128, 512, 131_072
 """Largest head width, query heads and rows that it supports: its source of 2026-04-13 (`_MAX_HEAD_DIM`, `_MAX_BS`,
@@ -105,21 +102,16 @@ def refusal(chunk: Chunk, rule: AttentionRule, *, cores: int) -> str:
     return ""
 
 
-def attend(chunk: list[Tensor], prior: list[Tensor], *, window: int = 0) -> Tensor:
-    """Attend from every row to the first ``used`` prior rows, and to the rows of the chunk up to its own.
+@lru_cache(maxsize=1)
+def operator() -> Any:
+    """Return the operator ``paceline_graph::prompt_attention``: attention from every row to the first ``used`` prior
+    rows, and to the rows of the chunk up to its own.
 
     chunk   query [H, T, D], already scaled, and the chunk's keys and values, [G, T, D] each, all of one type
     prior   keys and values before them, [G, R, D] each of that type, and used [1] int32; empty if there are none
     window  see `AttentionRule.window`
     -> [H, T, D] of that type. Query head h reads key-value head h // (H / G).
     """
-    mixed: Tensor = operator()(chunk, prior, window)
-    return mixed
-
-
-@lru_cache(maxsize=1)
-def operator() -> Any:
-    """Return the operator ``paceline_graph::prompt_attention``."""
     return graph_operator(NAME, "(Tensor[] chunk, Tensor[] prior, int window) -> Tensor", plain=plain, shapes=_shape)
 
 
@@ -145,14 +137,13 @@ def _shape(chunk: list[Tensor], _prior: list[Tensor], _window: int) -> Tensor:
     return chunk[0].new_empty(chunk[0].shape)
 
 
-_MODULE = f"nkilib.core.attention.{KERNEL}"
-_SCALE = 1.0  # required with prior rows
-
-AttentionCall = Callable[..., Tensor]
+Attention = Callable[[list[Tensor], list[Tensor], int], Tensor]
 """Type of `operator`."""
 
+_SCALE = 1.0  # required with prior rows
 
-def through_xla(cores: int) -> AttentionCall:
+
+def through_xla(cores: int) -> Attention:
     """Return the call for tensors of torch_xla while a graph is traced. ``cores``: physical cores per logical core.
 
     Raises:
@@ -167,7 +158,7 @@ def through_xla(cores: int) -> AttentionCall:
 
 
 @lru_cache(maxsize=1)
-def native(cores: int) -> AttentionCall:
+def native(cores: int) -> Attention:
     """Return the call of two TorchNeuron custom operators, one for chunks with prior rows and one without; for use
     inside `torch.compile` ("How to work with NKI kernels from torch-neuronx", SDK 2.33, 2026-10-15).
 
@@ -190,7 +181,7 @@ def native(cores: int) -> AttentionCall:
     return attend
 
 
-def _behind(kernel: Any) -> AttentionCall:
+def _behind(kernel: Any) -> Callable[..., Tensor]:
     """Wrap the kernel for a chunk with prior rows. Types are named in full: its schema is read from them."""
 
     def forward(
@@ -207,7 +198,7 @@ def _behind(kernel: Any) -> AttentionCall:
     return forward
 
 
-def _first(kernel: Any) -> AttentionCall:
+def _first(kernel: Any) -> Callable[..., Tensor]:
     """Wrap the kernel for a prompt's first chunk (no prior rows)."""
 
     def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
@@ -217,7 +208,7 @@ def _first(kernel: Any) -> AttentionCall:
 
 
 def _launch(kernel: Any, chunk: list[Tensor], prior: list[Tensor], *, window: int) -> Tensor:
-    """Run the kernel on `attend`'s tensors, arranged as the kernel's flags specify."""
+    """Run the kernel on `operator`'s tensors, arranged as the kernel's flags specify."""
     flags = {"causal_mask": True, "sliding_window": window, "tp_q": True, "tp_k": True, "tp_out": False}
     before = dict(zip(("k_prior", "v_prior", "prior_used_len"), prior, strict=True)) if prior else {}
     mixed: Tensor = kernel(*chunk, _SCALE, **flags, **before)
@@ -225,7 +216,7 @@ def _launch(kernel: Any, chunk: list[Tensor], prior: list[Tensor], *, window: in
 
 
 def _kernel() -> Any:
-    return getattr(_imported(_MODULE), KERNEL)
+    return getattr(_imported(f"nkilib.core.attention.{KERNEL}"), KERNEL)
 
 
 def _imported(name: str) -> Any:

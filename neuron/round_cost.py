@@ -99,7 +99,7 @@ def round_cost(setup: RoundSetup, instance: Instance) -> dict[str, object]:
         },
         "over_limits": _over(total, memory, instance),
         "sources": {
-            "rates of the engines": engines_of(instance).source,
+            "rates of the engines": chips.ENGINES[chip_in(instance)].source,
             **{figure.what: figure.source for figure in _FIGURES},
         },
     }
@@ -107,7 +107,7 @@ def round_cost(setup: RoundSetup, instance: Instance) -> dict[str, object]:
 
 def _check(setup: RoundSetup, instance: Instance) -> None:
     """Raise ConfigurationError unless the chip and the weights' format have figures, and the degree is possible."""
-    engines_of(instance)
+    chip_in(instance)
     degree = setup.degree
     if setup.quantization not in (None, "int8"):
         raise ConfigurationError(
@@ -120,15 +120,15 @@ def _check(setup: RoundSetup, instance: Instance) -> None:
         )
 
 
-def engines_of(instance: Instance) -> chips.Engines:
-    """Return the rates of a core's engines.
+def chip_in(instance: Instance) -> chips.Chip:
+    """Return an instance's chip.
 
     Raises:
-        ConfigurationError: the instance has no Neuron chip.
+        ConfigurationError: it has no Neuron chip.
     """
     if chip := chips.chip_of(instance.name):
-        return chips.ENGINES[chip]
-    known = ", ".join(chip.value for chip in chips.ENGINES)
+        return chip
+    known = ", ".join(chip.value for chip in chips.Chip)
     raise ConfigurationError(f"instance: expected one of {known}, got {instance.name}; use one of them")
 
 
@@ -169,7 +169,7 @@ def expected_here() -> Callable[[Graph, int], float] | None:
 def _times_of(work: Work, instance: Instance) -> dict[str, float]:
     """Return seconds by resource, each separately; a widened weight is read twice and written at twice its size."""
     narrow = sum(count for name, count in work.products.items() if name != "float32")
-    engines = engines_of(instance)
+    engines = chips.ENGINES[chip_in(instance)]
     return {
         "memory": (work.read + 4 * work.widened) / instance.bandwidth / chips.BANDWIDTH_SHARE.value,
         "tensor": narrow / engines.tensor_16 + work.products["float32"] / engines.tensor_32,
@@ -198,9 +198,7 @@ def _collectives(work: Work) -> list[dict[str, object]]:
 
 
 def _parts(setup: RoundSetup) -> dict[str, Work]:
-    """Split a round's work by part. Layers of one model are alike, so that one and two of them give the cost of
-    each.
-    """
+    """Split a round's work by part. Layers are alike: one and two of them give the cost of each."""
     target, rest = _layers(setup, drafts=False)
     parts = {"target layers": target, REST: rest}
     if setup.k and setup.draft.layers == 1:

@@ -22,43 +22,19 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from paceline.neuron import lowering, prompt_attention
 from paceline.neuron.lowering import operator
 
-_FREE = frozenset(
-    [
-        "alias",
-        "arange",
-        "clone",
-        "detach",
-        "device",  # reads a tensor's device
-        "expand",
-        "full",
-        "full_like",
-        "getitem",
-        "lift_fresh_copy",
-        "new_zeros",
-        "ones_like",
-        "permute",
-        "reshape",
-        "select",
-        "slice",
-        "split",
-        "split_with_sizes",
-        "squeeze",
-        "t",
-        "transpose",
-        "unsqueeze",
-        "view",
-        "zeros",
-        "zeros_like",
-        "_unsafe_view",
-    ]
-)
-"""Operations that compute nothing, or fill a tensor with one number."""
+_NOTHING = """
+    alias arange clone detach device expand full full_like getitem lift_fresh_copy new_zeros ones_like permute reshape
+    select slice split split_with_sizes squeeze t transpose unsqueeze view zeros zeros_like _unsafe_view
+"""
+_FREE = frozenset(_NOTHING.split())
+"""Operations that compute nothing, read a tensor's device, or fill a tensor with one number."""
 _REDUCTIONS = frozenset({"amax", "amin", "sum"})
 PRODUCTS = frozenset({"addmm", "bmm", "embedding", "linear", "matmul", "mm", "product"})
 _GATHERS = frozenset({"gather", "index", "index_select"})
 COLLECTIVES = frozenset({"all_reduce", "all_gather_into_tensor"})
+"""PyTorch's, which a backend of several ranks replaces by its device's."""
 KERNELS = frozenset({prompt_attention.NAME})
-"""Kernels of a device's library: they make no passes over rows of logits."""
+"""Kernels of a device's library, one custom call each: they make no passes over rows of logits."""
 
 
 @dataclass(slots=True)
@@ -80,9 +56,7 @@ class RowCost:
     sent: int = 0
 
     def add(self, name: str, inputs: object, outputs: object) -> None:
-        """Count an operation of that name with these arguments and results. Whole rows of a table do not count as
-        gathered.
-        """
+        """Count an operation by its name. Whole rows of a table do not count as gathered."""
         taken, out = list(tensors(inputs)), max((x.numel() for x in tensors(outputs)), default=0)
         size = max((x.numel() for x in taken), default=0)
         if name in _GATHERS:
@@ -252,8 +226,7 @@ class _Counting(TorchDispatchMode):
         self.work.tiles += -(-sides[1].numel() // (128 * 128))  # the engine holds 128 x 128 numbers of a matrix
 
     def _prompt(self, taken: list[Tensor]) -> None:
-        """Count attention over a prompt by a kernel: two matmuls and a softmax, whose scores are never written to
-        memory.
+        """Count attention over a prompt by a kernel: two matmuls and a softmax; no score is written to memory.
 
         Scores of masked rows are counted: the number of used prior rows is not known in advance.
         """

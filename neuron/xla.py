@@ -71,9 +71,7 @@ class Device:
         self._copies[tensor] = value
 
     def fallbacks(self) -> set[str]:
-        """Return operations that torch_xla ran outside any graph since the last `reset_counters`: none is
-        acceptable.
-        """
+        """Return operations that torch_xla ran outside any graph since `reset_counters`: none is acceptable."""
         metrics = importlib.import_module("torch_xla.debug.metrics")
         return {name for name in metrics.counter_names() if name.startswith("aten::")}
 

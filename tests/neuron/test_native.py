@@ -27,7 +27,6 @@ from tests.decoder.steps import STEPS, fused, inputs, traceable
 from tests.decoder.tiny import Workshop
 from tests.neuron.conftest import load
 from tests.neuron.native_stand_in import VERSIONS, Recorded, StandInMember
-from tests.neuron.torch_mlir_operators import takes
 
 COLLECTIVES = "_c10d_functional."
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6] * 2, [5, 5]]
@@ -67,9 +66,6 @@ def test_a_fused_pair_keeps_the_tokens_and_compiles_once_per_key(workshop: Works
     assert torch.equal(generator.sample(PROMPTS[:1], max_new_tokens=6), wanted[:1, : len(PROMPTS[0]) + 6])
     assert len(recorded.graphs) == keys, "a graph is compiled at its first call and never again"
     assert not counters["graph_break"]
-
-    missing = {str(node.target) for node in recorded.calls() if isinstance(node.target, torch._ops.OpOverload)}
-    assert {name for name in missing if not name.startswith("aten.copy_.") and not takes(name)} == set()
 
     # Every cache is written into where it lies: a write into an input, of a value that was made from that input.
     largest = max(recorded.graphs, key=lambda graph: len(graph.graph.nodes))
@@ -218,8 +214,6 @@ def test_a_tensor_parallel_model_keeps_the_tokens_with_collectives_in_the_graph(
         # Two sums a layer and one for the embedding, in each graph.
         assert names.count(COLLECTIVES + "all_reduce.default") >= len(recorded.graphs) * (1 + 2)
         assert COLLECTIVES + "all_gather_into_tensor.default" in names
-        others = {name for name in names if not name.startswith((COLLECTIVES, "aten.copy_."))}
-        assert {name for name in others if not takes(name)} == set()
     finally:
         decoder.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import get_args
 
@@ -60,34 +61,32 @@ def check(found: RowCost, budget: tuple[float, float, float], rows: int) -> None
     assert found.sent <= TOP_K_LIMIT
 
 
-@pytest.mark.parametrize("degree", [1, 8])
-@pytest.mark.parametrize("kind", BUDGETS)
-def test_a_fused_round_of_two_models_stays_within_its_budget(kind: SamplingKind, degree: int) -> None:
-    found = cost(pair_round(degree, kind, k=K), degree)
-    check(found, BUDGETS[kind], K + K + 1)
-    assert found.gathered == 0
-    assert (found.sent > 0) == (degree > 1)
-
-
-@pytest.mark.parametrize("degree", [1, 8])
-@pytest.mark.parametrize("kind", BUDGETS)
-def test_a_round_with_tied_medusa_heads_stays_within_its_budget(kind: SamplingKind, degree: int) -> None:
-    choices = Choices.of([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 0, 0]])
-    passes, reductions, topk = BUDGETS[kind]
-    found = cost(medusa_round(degree, kind, choices), degree, depth=choices.depth)
-    check(found, (passes, reductions, topk + (kind == "greedy")), choices.depth + len(choices) + 1)
-    assert found.gathered == len(choices)  # which choice of which head a node is
-
-
-@pytest.mark.parametrize("degree", [1, 8])
-@pytest.mark.parametrize("kind", BUDGETS)
-def test_a_round_with_the_tree_of_eagle_2_stays_within_its_budget(kind: SamplingKind, degree: int) -> None:
-    step = eagle_round(degree, kind, DynamicTree(NODES, depth=DEPTH, width=WIDTH))
-    passes, reductions, topk = BUDGETS[kind]
-    found = cost(step, degree, depth=DEPTH)
+CHOICES = Choices.of([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 0, 0]])
+TREE = DynamicTree(NODES, depth=DEPTH, width=WIDTH)
+ROUNDS: dict[str, tuple[Callable[[int, SamplingKind], nn.Module], int, int, int, tuple[float, float]]] = {
+    "two models": (partial(pair_round, k=K), K, K + K + 1, 0, (0, 0)),
+    # What is gathered is which choice of which head a node is.
+    "medusa": (
+        partial(medusa_round, choices=CHOICES),
+        CHOICES.depth, CHOICES.depth + len(CHOICES) + 1, len(CHOICES), (0, 1),
+    ),
     # A level asks for the best ten of every node, which is a call of top-k in the greedy kind too.
-    check(found, (passes, reductions + (0.1 if kind == "greedy" else 0), topk + (kind == "greedy")), TREE_ROWS)
-    assert found.gathered == 0
+    "eagle 2": (partial(eagle_round, draft_tree=TREE), DEPTH, TREE_ROWS, 0, (0.1, 1)),
+}  # fmt: skip
+"""The round, its depth, its rows, the numbers it gathers; and reductions and top-k of the greedy kind beyond budget."""
+
+
+@pytest.mark.parametrize("degree", [1, 8])
+@pytest.mark.parametrize("kind", BUDGETS)
+@pytest.mark.parametrize("name", ROUNDS)
+def test_a_round_stays_within_its_budget(name: str, kind: SamplingKind, degree: int) -> None:
+    make, depth, rows, gathered, more = ROUNDS[name]
+    passes, reductions, topk = BUDGETS[kind]
+    if kind == "greedy":
+        reductions, topk = reductions + more[0], topk + more[1]
+    found = cost(make(degree, kind), degree, depth=depth)
+    check(found, (passes, reductions, topk), rows)
+    assert found.gathered == gathered and (found.sent > 0) == (degree > 1)
 
 
 @pytest.mark.parametrize("kind", BUDGETS)
@@ -96,8 +95,7 @@ def test_a_head_that_drafts_some_ids_looks_up_no_more_than_its_list(kind: Sampli
     chain = cost(eagle_round(1, kind, Chain(K), version=3, drafted=32_000), 1)
     check(chain, BUDGETS[kind], K + K + 1)
     assert chain.gathered <= TOP_K_LIMIT
-    tree = DynamicTree(NODES, depth=DEPTH, width=WIDTH)
-    assert cost(eagle_round(1, kind, tree, version=3, drafted=32_000), 1, depth=DEPTH).gathered <= TOP_K_LIMIT * WIDTH
+    assert cost(eagle_round(1, kind, TREE, version=3, drafted=32_000), 1, depth=DEPTH).gathered <= TOP_K_LIMIT * WIDTH
 
 
 @pytest.mark.parametrize(("rule", "kind"), RULES)

@@ -64,18 +64,15 @@ def test_a_missing_sdk_names_the_remedy(install: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "placeholder",
+    ("package", "version"),
     # The first three are what the public index has (looked up in November 2026).
     [
-        {"torch-neuronx": "1.0"},
-        {"neuronx-cc": "1.0.post1"},
-        {"neuronx-distributed": "0.1"},
-        {"torch-neuronx": "0.0.1"},
-        {"neuronx-cc": "1"},
+        ("torch-neuronx", "1.0"), ("neuronx-cc", "1.0.post1"), ("neuronx-distributed", "0.1"),
+        ("torch-neuronx", "0.0.1"), ("neuronx-cc", "1"),
     ],
-)
-def test_placeholders_of_the_public_index_are_recognised(install: Any, placeholder: dict[str, str]) -> None:
-    install({**SDK, **placeholder})
+)  # fmt: skip
+def test_placeholders_of_the_public_index_are_recognised(install: Any, package: str, version: str) -> None:
+    install({**SDK, package: version})
     with pytest.raises(BackendError, match="is an empty placeholder; uninstall it and"):
         neuron_sdk.find()
 
@@ -145,9 +142,9 @@ def test_the_planner_uses_releases_and_degrees_of_the_backend() -> None:
         assert not machine.logical or machine.logical == able.logical[0]
 
 
-def test_supported_degrees_depend_on_the_chip() -> None:
-    for chip, good, bad in ((Chip.INF2, 24, 16), (Chip.TRN1, 8, 4), (Chip.TRN2, 64, 24)):
-        sdk = Sdk(chip, 28, ("", "", ""), 1)
-        sdk.check_degree(good)
-        with pytest.raises(BackendError, match=f"tp_degree: expected .*, got {bad}"):
-            sdk.check_degree(bad)
+@pytest.mark.parametrize(("chip", "good", "bad"), [(Chip.INF2, 24, 16), (Chip.TRN1, 8, 4), (Chip.TRN2, 64, 24)])
+def test_supported_degrees_depend_on_the_chip(chip: Chip, good: int, bad: int) -> None:
+    sdk = Sdk(chip, 28, (), 1)
+    sdk.check_degree(good)
+    with pytest.raises(BackendError, match=f"tp_degree: expected .*, got {bad}"):
+        sdk.check_degree(bad)
