@@ -225,7 +225,7 @@ class MlpSpeculatorStep(nn.Module):
             rank: Rank = lambda both, *at, count: head.kernels.rank_tokens(logits(both), *at, count=count)  # noqa: E731
             extend: Extend = lambda nodes, states, _: after(nodes, states)  # noqa: E731
             return (self.levels.grown(rank, both, extend, position=position, sampling=sampling),)
-        drafts = []
+        drafts: list[Tensor] = []
         for index in range(self._k):
             both = after(drafts[-1], both) if index else both
             drafts.append(head.kernels.sample_tokens(logits(both), position + index, sampling))
