@@ -192,7 +192,7 @@ def gather(target: FrozenTarget, data: TrainingData, texts: MedusaTexts, *, work
     def write(kind: str, name: str, made: Sequence[Callable[[], Tensor]]) -> None:
         write_features(states / kind, name, batches=[partial(read, one) for one in made], report=report)
 
-    write("train", "data", [lambda part=part: part for part in real.split(TEXTS_PER_FILE)] if len(real) else [])
+    write("train", "data", [part.clone for part in real.split(TEXTS_PER_FILE)] if len(real) else [])
     if len(distilled):
         prompts = distilled[:, :prompt]
         write("train", "own", features.self_generate(target, prompts, length, temperatures=texts.temperature))
