@@ -208,7 +208,7 @@ class MlpSpeculatorStep(nn.Module):
         head, sampling, stages = self.head, SamplingTensors(params, seeds, self._kind), iter(range(self._k))
 
         def after(token: Tensor, both: Tensor) -> Tensor:
-            """Tokens [B, n], states [B, n, >= H or I] before them -> the next states, and behind them their logits."""
+            """Tokens [B, n], states [B, n, >= H or I] before them -> the next states and their logits, joined."""
             index, real = next(stages), head.real_rows(sampling, token.shape[1])
             width = head.config.inner_size if index else head.config.hidden_size
             return torch.cat(head.stage(index, both[..., :width].contiguous(), token, real=real), -1)
