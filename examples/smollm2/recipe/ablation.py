@@ -66,6 +66,7 @@ VARIANTS = (
     Variant("DFlash, D-PACE", "dflash", options={"dpace": True}),
     Variant("P-EAGLE, D-PACE", "peagle", options={"dpace": True}),
     Variant("P-EAGLE from the shipped head", "parallel"),
+    Variant("shipped, one tiny step", "shipped", options={"tokens": 1, "learning_rate": 1e-9}),  # as it is
     Variant("shipped", "shipped"),
     Variant("shipped, lk_hybrid", "shipped", options={"loss": "lk_hybrid"}),
     Variant("shipped, replay", "shipped", options={"replay": 0.5}),
@@ -140,12 +141,17 @@ class Ablation:
         corpus, work = Kept([x for batch in self.batches for x in trimmed(batch, rows)], seed), out / "work"
         train_it = self._dflash if variant.kind == "dflash" else self._eagle
         rate = RATES.get(variant.kind, 2e-3)
-        common = {"batch_size": rows, "tokens": tokens, "precision": self.precision, "learning_rate": rate}
+        options = {
+            "batch_size": rows,
+            "tokens": tokens,
+            "precision": self.precision,
+            "learning_rate": rate,
+        } | variant.options
         began = perf_counter()
-        shares, parameters = train_it(variant, corpus, common | variant.options, work)
+        shares, parameters = train_it(variant, corpus, options, work)
         shutil.rmtree(work)
         found = {"tau": round(1 + sum(shares), 3), "accepted": [round(x, 3) for x in shares]}
-        return found | {"parameters": parameters, "tokens": tokens, "seconds": round(perf_counter() - began)}
+        return found | {"parameters": parameters, "tokens": options["tokens"], "seconds": round(perf_counter() - began)}
 
     def _eagle(self, variant: Variant, corpus: Kept, options: dict[str, Any], work: Path) -> tuple[list[float], int]:
         vocabulary, unknown = self.vocabulary, int(self.counts.argmin())
