@@ -195,7 +195,7 @@ class MlpSpeculatorStep(nn.Module):
         head, sampling, stages = self.head, SamplingTensors(params, seeds, self._kind), iter(range(self._k))
 
         def after(token: Tensor, both: Tensor) -> Tensor:
-            """Tokens [B, n], states [B, n, >= H or I] before them -> the next states, and behind them their logits."""
+            """Tokens [B, n], states [B, n, >= H or I] before them -> the next states and their logits, joined."""
             index, real = next(stages), head.real_rows(sampling, token.shape[1])
             width = head.config.inner_size if index else head.config.hidden_size
             return torch.cat(head.stage(index, both[..., :width].contiguous(), token, real=real), -1)
@@ -212,7 +212,7 @@ class MlpSpeculatorStep(nn.Module):
             rank: Rank = lambda both, *at, count: head.kernels.rank_tokens(logits(both), *at, count=count)  # noqa: E731
             extend: Extend = lambda nodes, states, _: after(nodes, states)  # noqa: E731
             return (self.levels.grown(rank, both, extend, position=position, sampling=sampling),)
-        drafts = []
+        drafts: list[Tensor] = []
         for index in range(self._k):
             both = after(drafts[-1], both) if index else both
             drafts.append(head.kernels.sample_tokens(logits(both), position + index, sampling))

@@ -180,11 +180,13 @@ def gather(target: FrozenTarget, data: TrainingData, texts: MedusaTexts, *, work
     counts = [texts.tokens // length, texts.self_distill_tokens // length, texts.eval_samples]
     real, distilled, measured = features.cut(data.stream, sum(counts), length, seed=0).split(counts)
 
-    def write(kind: str, name: str, made: Sequence[Callable[[], Tensor]]) -> None:
-        batches = [lambda one=one: target.read(one()) for one in made]
-        write_features(states / kind, name, batches=batches, report=report)
+    def read(make: Callable[[], Tensor]) -> Texts:
+        return target.read(make())
 
-    write("train", "data", [lambda part=part: part for part in real.split(TEXTS_PER_FILE)] if len(real) else [])
+    def write(kind: str, name: str, made: Sequence[Callable[[], Tensor]]) -> None:
+        write_features(states / kind, name, batches=[partial(read, one) for one in made], report=report)
+
+    write("train", "data", [part.clone for part in real.split(TEXTS_PER_FILE)] if len(real) else [])
     if len(distilled):
         prompts = distilled[:, :prompt]
         write("train", "own", features.self_generate(target, prompts, length, temperatures=texts.temperature))

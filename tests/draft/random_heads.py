@@ -239,8 +239,8 @@ TREE = "tree:-1,-1,0,0,1,2"
 
 
 def simulated_tree_rounds(text: list[int], begin: int, logits: Callable[[list[int], list[int]], Tensor]) -> list[int]:
-    """Accepted levels of each round with `TREE`; the first ``begin`` tokens of a text are known. ``logits`` [V]: after
-    a known text and a node's path, decoded alone; child r of a node is the token of rank r.
+    """Accepted levels of each round with `TREE`, from token ``begin`` of a text on. ``logits`` [V]: after a
+    known text and the path of a node; child r of a node is the token of rank r.
     """
     accepted = list[int]()
     while begin + 3 <= len(text):

@@ -1,4 +1,4 @@
-"""Configurations of published MTP layers, assistants and MLP speculators: each is read right, or refused by name.
+"""Configurations of published MTP layers, assistants, PARD and MLP speculators: each is read right, or refused by name.
 
 `published.json` says for each where it was found and when, and which keys were seen; `tensors` are names in its files.
 """
@@ -18,7 +18,9 @@ from paceline.decoder.models.config import ModelConfig
 from paceline.draft.gemma4_assistant import AssistantConfig
 from paceline.draft.mlp_speculator import MlpSpeculatorConfig
 from paceline.draft.mtp import MtpConfig
+from paceline.draft.pard import mask_token
 from paceline.draft_checks import recognise
+from paceline.heads.layouts import read_config
 
 ENTRIES: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "published.json").read_text())
 MLP = {  # stages, width of them, tied, scaled
@@ -37,7 +39,7 @@ MTP = {  # layout, base of the rotation, heads of keys
     "mtp glm-4.5-air": ("nextn", 1000000.0, 8),
     "mtp deepseek-r1": ("nextn", 10000.0, 128),
 }
-ASSISTANT = "assistant gemma-4-e2b-it"
+ASSISTANT, PARD = "assistant gemma-4-e2b-it", "pard qwen2.5-0.5b"
 REFUSED = {
     "mlp arctic-lstm": "architectures: expected .*MLPSpeculatorPreTrainedModel.*, got .*ArcticLSTM",
     "mtp mimo, two layers": "num_nextn_predict_layers: expected 1, got 2, and only one layer is read",
@@ -60,7 +62,7 @@ def read(name: str, folder: Path) -> MlpSpeculatorConfig | MtpConfig:
 
 
 def test_every_entry_has_a_verdict_and_a_source() -> None:
-    assert ENTRIES.keys() == MLP.keys() | MTP.keys() | REFUSED.keys() | {ASSISTANT}
+    assert ENTRIES.keys() == MLP.keys() | MTP.keys() | REFUSED.keys() | {ASSISTANT, PARD}
     assert all(one["source"] and one["looked_up"] for one in ENTRIES.values())
 
 
@@ -95,6 +97,14 @@ def test_a_published_assistant_is_read(tmp_path: Path) -> None:
     made = AssistantConfig.read(tmp_path, ModelConfig.from_fields(Fields(text, "target")))
     assert (made.sources, made.clusters, made.chosen) == ((2, 2, 2, 1), 2048, 32)
     assert made.tensors().keys() | {"masked_embedding.token_ordering"} == set(entry["tensors"])
+
+
+def test_a_published_pard_decoder_is_read(tmp_path: Path) -> None:
+    entry = ENTRIES[PARD]
+    (tmp_path / "config.json").write_text(json.dumps(entry["config"]))
+    assert recognise(str(tmp_path)) == entry["row"]
+    assert mask_token(read_config(tmp_path)) == 151665
+    assert ModelConfig.from_pretrained(tmp_path).num_layers == 24
 
 
 @pytest.mark.parametrize("name", REFUSED)

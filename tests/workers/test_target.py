@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import threading
 from dataclasses import asdict
@@ -10,10 +11,15 @@ from pathlib import Path
 import pytest
 
 from paceline import SpeculativeGenerator
+from paceline.config import SpeculativeConfig
 from paceline.core.errors import CheckpointError, ConfigurationError, PairingError, SamplingError
 from paceline.decoder.options import LoadOptions
+from paceline.draft_checks import prepared, recognise
 from paceline.engine.request import SamplingParams
 from paceline.engine.rounds import Rounds
+from paceline.experiments.config import cells, parse_config, speculative_options
+from paceline.loadable import loadable
+from paceline.placement.planning.model_specs import models_of
 from paceline.registry import DRAFTERS
 from paceline.text.stop_strings import StopStrings
 from paceline.workers.calls import call_params
@@ -48,6 +54,32 @@ def settings(folder: Path, **more: object) -> dict[str, object]:
 def test_every_registry_row_of_a_models_file_is_served() -> None:
     named = {row.name for row in DRAFTERS.values() if row.given_as in ("name", "target", "folder")}
     assert named == {*ROWS} - {"list", "choice"}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_drafter_is_the_same_in_every_place(workshop: Workshop, tmp_path: Path, row: str) -> None:
+    """The contract suite makes all of them in Python, for several texts at a time; those that can be fused are."""
+    target = workshop.checkpoint(kind=KINDS.get(row, "grouped"))
+    save_heads(target, tmp_path)
+    draft = drafts(workshop.checkpoint("draft"), tmp_path)[row]
+    (model,) = models_of([{"name": "m", "path": str(target), "draft": draft}], folder=Path(), where="the file")
+    grid = {"targets": [str(target)], "drafters": [{"draft": draft}], "prompt_sets": ["p"]}
+    experiment = parse_config(grid, "the file")
+    places = {
+        "Python": SpeculativeConfig(draft=draft),
+        "command line": SpeculativeConfig(draft=[draft if isinstance(draft, str) else json.dumps(draft)]),
+        "models file": model.speculative,
+        "worker": WorkerConfig.from_settings(settings(target, draft=draft)).speculative,
+        "experiment": SpeculativeConfig(**speculative_options(experiment, next(cells(experiment)))),
+    }
+    asked = loadable(target, LoadOptions(n_positions=96))
+    found = {place: prepared(config, asked).draft for place, config in places.items()}
+    names = {
+        place: [leaf.name or recognise(str(leaf.path)) for spec in specs for leaf in spec.leaves()]
+        for place, specs in found.items()
+    }
+    several = {"none": [], "list": ["ngram", "model"], "choice": ["ngram", "model"]}
+    assert names == dict.fromkeys(places, several.get(row, [row]))
 
 
 @pytest.mark.parametrize("row", [pytest.param(one, marks=() if one in FEW else pytest.mark.full) for one in ROWS])
