@@ -412,6 +412,8 @@ class HeadDrafter(TraceableDrafter):
         # Commits that no proposal followed, in order, each with the slots whose requests have finished since. A drafter
         # with a cache reads the last commit when it proposes; before that it reads these, so that its cache has no gap.
         self._pending: list[tuple[Commit, set[int]]] = []
+        # Prompts to be read before them, by slot: a row, the tokens from there on, and their features.
+        self._deferred: dict[int, tuple[int, list[int], list[Tensor]]] = {}
 
     @property
     def state(self) -> nn.Module:
@@ -473,6 +475,7 @@ class HeadDrafter(TraceableDrafter):
 
     def _forget(self, slot: int) -> None:
         """Forget the commits of a slot whose request is finished."""
+        self._deferred.pop(slot, None)
         for commit, finished in self._pending:
             if not finished:  # slots without a request: only their commits start at row 0
                 finished.update(other for other, row in enumerate(commit.first_row.tolist()) if row == 0)
@@ -499,9 +502,17 @@ class HeadDrafter(TraceableDrafter):
         if self.max_positions is not None:
             self._pending.append((commit, set()))
 
+    def defer_request(self, slot: int, prompt: Sequence[int]) -> bool:
+        """Keep a prompt of at most one chunk, to be read without a pause."""
+        if self.reads is not None or not self._has_cache or len(prompt) > self.decoder.options.chunks[-1]:
+            return False
+        self._forget(slot)
+        self._deferred[slot] = (0, list(prompt), [])
+        return True
+
     def catch_up(self) -> None:
         """Read what was committed while nothing was proposed, as far as the head can follow."""
-        missed: dict[int, tuple[int, list[int], list[Tensor]]] = {}
+        missed = self._deferred
         for commit, finished in self._pending:
             rows, counts, states = commit.tokens.tolist(), commit.count.tolist(), commit.states
             for slot, row in enumerate(commit.first_row.tolist()):
@@ -514,6 +525,7 @@ class HeadDrafter(TraceableDrafter):
             if self.max_positions is not None and row + len(tokens) <= self.max_positions:
                 read = torch.cat(features) if features else None
                 self.read(slot, tokens, start=row - row_shift(self.head), features=read)
+        missed.clear()
 
     def propose(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> Proposal:
         """Draft outside of the verifier's graph."""
