@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -148,9 +148,7 @@ class AutoregressiveHead(CachedHead):
     def rank_tokens(
         self, hidden: Tensor, positions: Tensor, sampling: SamplingTensors, *, count: int
     ) -> tuple[Tensor, Tensor]:
-        """Rank the best ``count`` tokens of a position, as `Kernels.rank_tokens`. hidden [B, n, H] -> [B, n, count]
-        twice
-        """
+        """Rank tokens as `Kernels.rank_tokens`: hidden [B, n, H] -> [B, n, count] twice."""
         return self.kernels.rank_tokens(self.logits(hidden).contiguous(), positions, sampling, count=count)
 
     def step(self, k: int, bucket: int, kind: SamplingKind) -> nn.Module:
@@ -377,9 +375,6 @@ def at_index(x: Tensor, index: Tensor) -> Tensor:
     return x.gather(1, index)
 
 
-_HeadSelf = TypeVar("_HeadSelf", bound="HeadDrafter")
-
-
 class HeadDrafter(TraceableDrafter):
     """Drafts with a head, in a separate graph or in the verifier's. A `paceline.core.protocols.TraceableDrafter`.
 
@@ -412,14 +407,14 @@ class HeadDrafter(TraceableDrafter):
         # Commits that no proposal followed, in order, each with the slots whose requests have finished since. A drafter
         # with a cache reads the last commit when it proposes; before that it reads these, so that its cache has no gap.
         self._pending: list[tuple[Commit, set[int]]] = []
-        # Prompts to be read before them, by slot: a row, the tokens from there on, and their features.
+        # By slot, what is to be read before them: a row, the tokens from there on, and their features.
         self._deferred: dict[int, tuple[int, list[int], list[Tensor]]] = {}
 
     @property
     def state(self) -> nn.Module:
         return self.head
 
-    def shortened(self: _HeadSelf, length: int) -> _HeadSelf:
+    def shortened(self, length: int) -> Self:
         """Return a copy that drafts shorter chains.
 
         Raises:
@@ -446,7 +441,7 @@ class HeadDrafter(TraceableDrafter):
     def cache_key(self) -> dict[str, object]:
         """Return the shapes of all tensors, and the source of the head's module, which may be a user's file."""
         module = inspect.getmodule(type(self.head))
-        assert module is not None, "a class has a module"
+        assert module is not None
         tensors = {name: [str(x.dtype), list(x.shape)] for name, x in self.head.state_dict().items()}
         source = hashlib.sha256(inspect.getsource(module).encode()).hexdigest()
         return {"head": type(self.head).__name__, "tensors": tensors, "source": source}
@@ -455,7 +450,6 @@ class HeadDrafter(TraceableDrafter):
         return self.decoder.bucket_for(rows + (self.draft_shape.depth if self._has_cache else 0))
 
     def add_request(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
-        """Do the work of `read_request` without pauses."""
         finish(self.read_request(slot, prompt, features))
 
     def read_request(
@@ -474,7 +468,6 @@ class HeadDrafter(TraceableDrafter):
         self._forget(slot)
 
     def _forget(self, slot: int) -> None:
-        """Forget the commits of a slot whose request is finished."""
         self._deferred.pop(slot, None)
         for commit, finished in self._pending:
             if not finished:  # slots without a request: only their commits start at row 0
@@ -535,7 +528,6 @@ class HeadDrafter(TraceableDrafter):
         return Proposal(out[0], self.draft_shape.parents, out[1] if len(out) > 1 else None)
 
     def _outputs(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> Sequence[Tensor]:
-        """Run the step for a round in a separate graph; return its outputs."""
         del self._pending[-1:]  # the step reads it
         self.catch_up()
         inputs = [commit.tokens, commit.count, commit.first_row, sampling.params, sampling.seeds]
@@ -550,7 +542,6 @@ class HeadDrafter(TraceableDrafter):
         return [for_all_slots(x, len(commit.count), 0 if x.is_floating_point() else PAD) for x in out]
 
     def read(self, slot: int, tokens: Sequence[int], *, start: int = 0, features: Tensor | None = None) -> None:
-        """Do the work of `read_in_chunks` without pauses."""
         finish(self.read_in_chunks(slot, tokens, start=start, features=features))
 
     def read_in_chunks(
@@ -589,7 +580,6 @@ class HeadDrafter(TraceableDrafter):
                 yield
 
     def _graph(self, key: GraphKey, make: Callable[[int], nn.Module], inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Run a step of this drafter."""
         shares_state = self.state is self.decoder.body  # then nothing in it belongs to another model
         step = self.decoder.graph(
             key,

@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Self
 
 from paceline.core.types import RoundLimits, RoundResult
 
@@ -184,9 +184,6 @@ class Rest:
     tried: int = 0
 
 
-ControllerSelf = TypeVar("ControllerSelf", bound="DraftLengthController")
-
-
 class DraftLengthController:
     """Chooses one of ``draft_lengths`` (ascending, 0 = no draft) for the rounds that come next.
 
@@ -221,7 +218,7 @@ class DraftLengthController:
         """Whether drafting pauses, but for trials."""
         return self._length == 0
 
-    def sibling(self: ControllerSelf) -> ControllerSelf:
+    def sibling(self) -> Self:
         """Return a controller for rounds of other costs: it shares the acceptance statistics, and has no times yet."""
         sibling = copy.copy(self)
         sibling._begin()
@@ -420,9 +417,9 @@ class Pace:
         """Whether rounds of some fill draft nothing at present."""
         return any(controller.resting for controller in self._by_fill.values())
 
-    def begin(self, slot: int, *, behind: bool = False) -> None:
-        """A request takes part from now on; ``behind``: the drafter has not read its prompt."""
-        (self._lagging.add if behind else self._lagging.discard)(slot)
+    def begin(self, slot: int, *, unread: bool = False) -> None:
+        """A request takes part from now on; ``unread``: the drafter has not read its prompt."""
+        (self._lagging.add if unread else self._lagging.discard)(slot)
         self._own[slot] = History(self._positions)
         self._rounds_left = 0  # rows were allotted to the request before it in this slot
 

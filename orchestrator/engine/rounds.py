@@ -111,7 +111,7 @@ class Rounds:
             yield from self.drafter.read_request(slot, prompt, first.features)
         self._seated.add(slot)
         if self._pace is not None:
-            self._pace.begin(slot, behind=deferred)
+            self._pace.begin(slot, unread=deferred)
         return first
 
     def finish_request(self, slot: int) -> None:
