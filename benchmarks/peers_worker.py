@@ -32,7 +32,7 @@ def paceline(asked: Asked) -> Iterator[tuple[str, Callable[[], Mode]]]:
             build.NATIVE = KERNELS.with_flags(*one.flags)
     prompts = Prompts("prompts", tuple(Prompt(str(n), "", tuple(ids)) for n, ids in enumerate(asked["prompts"])), ())
     drafters = [{"name": "plain", "draft": "none"}, {"name": "suffix, k = 6", "draft": "suffix", "k": 6}]
-    drafters += [{"name": f"EAGLE-3, k = {k}", "draft": asked["head"], "k": k} for k in (3, 4)]
+    drafters += [{"name": f"EAGLE-3, k = {k}", "draft": asked["head"], "k": k} for k in (1, 2, 3, 4)]
     values = {"targets": asked["model"], "drafters": drafters, "prompt_sets": "prompts", "baseline": False}
     for form in ("bf16", "int8", "q4_0"):
         load = {} if form == "bf16" else {"quantization": form}

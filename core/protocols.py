@@ -93,6 +93,10 @@ class Drafter(ABC):
         self.add_request(slot, prompt, features)
         yield from ()
 
+    def defer_request(self, slot: int, prompt: Sequence[int]) -> bool:
+        """Keep the prompt of a new request until drafts are wanted for it. -> whether; False: `read_request` is due."""
+        return False
+
     def finish_request(self, slot: int) -> None:
         """Forget the request in a slot, finished or aborted. Its cache rows may keep their contents."""
 

@@ -150,9 +150,7 @@ class AutoregressiveHead(CachedHead):
     def rank_tokens(
         self, hidden: Tensor, positions: Tensor, sampling: SamplingTensors, *, count: int
     ) -> tuple[Tensor, Tensor]:
-        """Rank the best ``count`` tokens of a position, as `Kernels.rank_tokens`. hidden [B, n, H] -> [B, n, count]
-        twice
-        """
+        """Rank tokens as `Kernels.rank_tokens`: hidden [B, n, H] -> [B, n, count] twice."""
         return self.kernels.rank_tokens(self.logits(hidden).contiguous(), positions, sampling, count=count)
 
     def step(self, k: int, bucket: int, kind: SamplingKind) -> nn.Module:
@@ -411,6 +409,8 @@ class HeadDrafter(TraceableDrafter):
         # Commits that no proposal followed, in order, each with the slots whose requests have finished since. A drafter
         # with a cache reads the last commit when it proposes; before that it reads these, so that its cache has no gap.
         self._pending: list[tuple[Commit, set[int]]] = []
+        # By slot, what is to be read before them: a row, the tokens from there on, and their features.
+        self._deferred: dict[int, tuple[int, list[int], list[Tensor]]] = {}
 
     @property
     def state(self) -> nn.Module:
@@ -438,7 +438,7 @@ class HeadDrafter(TraceableDrafter):
     def cache_key(self) -> dict[str, object]:
         """Return the shapes of all tensors, and the source of the head's module, which may be a user's file."""
         module = inspect.getmodule(type(self.head))
-        assert module is not None, "a class has a module"
+        assert module is not None
         tensors = {name: [str(x.dtype), list(x.shape)] for name, x in self.head.state_dict().items()}
         source = hashlib.sha256(inspect.getsource(module).encode()).hexdigest()
         return {"head": type(self.head).__name__, "tensors": tensors, "source": source}
@@ -464,6 +464,7 @@ class HeadDrafter(TraceableDrafter):
         self._forget(slot)
 
     def _forget(self, slot: int) -> None:
+        self._deferred.pop(slot, None)
         for commit, finished in self._pending:
             if not finished:  # slots without a request: only their commits start at row 0
                 finished.update(other for other, row in enumerate(commit.first_row.tolist()) if row == 0)
@@ -489,9 +490,17 @@ class HeadDrafter(TraceableDrafter):
         if self.max_positions is not None:
             self._pending.append((commit, set()))
 
+    def defer_request(self, slot: int, prompt: Sequence[int]) -> bool:
+        """Keep a prompt of at most one chunk, to be read without a pause."""
+        if self.reads is not None or not self._has_cache or len(prompt) > self.decoder.options.chunks[-1]:
+            return False
+        self._forget(slot)
+        self._deferred[slot] = (0, list(prompt), [])
+        return True
+
     def catch_up(self) -> None:
         """Read what was committed while nothing was proposed, as far as the head can follow."""
-        missed: dict[int, tuple[int, list[int], list[Tensor]]] = {}
+        missed = self._deferred
         for commit, finished in self._pending:
             rows, counts, states = commit.tokens.tolist(), commit.count.tolist(), commit.states
             for slot, row in enumerate(commit.first_row.tolist()):
@@ -504,6 +513,7 @@ class HeadDrafter(TraceableDrafter):
             if self.max_positions is not None and row + len(tokens) <= self.max_positions:
                 read = torch.cat(features) if features else None
                 self.read(slot, tokens, start=row - row_shift(self.head), features=read)
+        missed.clear()
 
     def propose(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> Proposal:
         out = self._outputs(commit, sampling, limits)

@@ -37,6 +37,9 @@ ENOUGH_TIMES = 3
 MARGIN = 1.03
 """Minimum gain of another length before it is chosen: switching because of noise costs more than it gains."""
 
+WORTH = 1.03
+"""Minimum gain of drafts over none: a drafter also reads prompts, and what it missed while drafting paused."""
+
 LEVEL_ROUNDS = 5
 """Rounds that determine the level of the machine's speed, which changes faster than the ``KEPT_TIMES`` of a length."""
 
@@ -121,12 +124,17 @@ class History:
 class StepTimes:
     """Time of a round by its length and rows, in seconds at the machine's level of the first rounds. A row takes the
     same time at each length.
+
+    The first ``KEPT_TIMES`` after a change of length are kept: they compare it with the length before. Later ones only
+    tell the level; the rounds of a text become slower and those of the next start fast, so a length that ran alone
+    would seem slower and slower beside the others.
     """
 
     _times: dict[int, list[tuple[int, float]]] = field(default_factory=dict)  # rows and seconds
     _ran: set[int] = field(default_factory=set)
     _recent: list[float] = field(default_factory=list)  # of the last rounds, relative to those lengths' typical times
     _last: int | None = None
+    _stay: int = 0  # rounds since the last change of length
 
     def __contains__(self, length: int) -> bool:
         return length in self._times
@@ -163,6 +171,7 @@ class StepTimes:
     def record(self, length: int, seconds: float | None, rows: int) -> None:
         """Record the time of a round, or of one step if it has several; None if other work is included."""
         warm, self._last = length == self._last, length
+        self._stay = self._stay + 1 if warm else 0
         if length not in self._ran:  # it may include compiling a graph
             self._ran.add(length)
             return
@@ -173,6 +182,8 @@ class StepTimes:
             same = all(had == rows for had, _ in times)
             usual = self.at(length, None if same else rows)
             self._recent = [*self._recent[1 - LEVEL_ROUNDS :], seconds / usual]
+        if self._stay >= KEPT_TIMES == len(times):
+            return
         level = _middle(self._recent) if self._recent else 1.0
         self._times[length] = [*times[1 - KEPT_TIMES :], (rows, seconds / level)]
 
@@ -244,6 +255,11 @@ class DraftLengthController:
         self._recorded: list[tuple[int, list[int], list[int], float | None, int]] = []
         self._rest = Rest()
 
+    @property
+    def resting(self) -> bool:
+        """Whether drafting pauses, but for trials."""
+        return self._length == 0
+
     def sibling(self) -> Self:
         """Return a controller for rounds of other costs: it shares the acceptance statistics, and has no times yet."""
         sibling = copy.copy(self)
@@ -268,7 +284,7 @@ class DraftLengthController:
         """Return how many drafts of each request to verify in a round of the chosen length; None: all, since the
         length is on trial.
         """
-        if not self._length or length not in self._step_times:
+        if self.resting or length not in self._step_times:
             return None
         least = self._best(length)[1]
         return [sum(chance >= least for chance in chances[:length]) for chances, _ in self.standing]
@@ -297,7 +313,7 @@ class DraftLengthController:
             return untimed
         if self._length == 0 and self._rest.idle < self._rest.after:
             return 0  # nothing is learnt until then
-        rates = {k: self._best(k)[0] for k in draft_lengths}
+        rates = {k: self._best(k)[0] / (WORTH if k else 1) for k in draft_lengths}
         best = max(draft_lengths, key=rates.__getitem__)
         if self._length not in draft_lengths:  # only near an end
             return best
@@ -384,9 +400,14 @@ class Pace:
         self._lines, self._by_fill = lines, dict[int, DraftLengthController]()
         self._lagging: set[int] = set()  # slots with commits that the drafter has not read
 
-    def begin(self, slot: int) -> None:
-        """A request takes part from now on; the drafter has read its prompt."""
-        self._lagging.discard(slot)
+    @property
+    def resting(self) -> bool:
+        """Whether rounds of some fill draft nothing at present."""
+        return any(controller.resting for controller in self._by_fill.values())
+
+    def begin(self, slot: int, *, unread: bool = False) -> None:
+        """A request takes part from now on; ``unread``: the drafter has not read its prompt."""
+        (self._lagging.add if unread else self._lagging.discard)(slot)
         self._own[slot] = History(self._positions)
         self._rounds_left = 0  # rows were allotted to the request before it in this slot
 

@@ -104,10 +104,14 @@ class Rounds:
         if seated is not None and seated.request.drafter is not None:
             self.drafter.restrict(slot, seated.request.drafter)
         first = yield from self.verifier.prefill(slot, prompt, sampling)
-        yield from self.drafter.read_request(slot, prompt, first.features)
+        deferred = self._pace is not None and self._pace.resting and self.drafter.defer_request(slot, prompt)
+        if deferred:
+            self._behind = True
+        else:
+            yield from self.drafter.read_request(slot, prompt, first.features)
         self._seated.add(slot)
         if self._pace is not None:
-            self._pace.begin(slot)
+            self._pace.begin(slot, unread=deferred)
         return first
 
     def finish_request(self, slot: int) -> None:

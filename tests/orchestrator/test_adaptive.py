@@ -101,6 +101,30 @@ def test_random_draft_lengths_leave_no_cache_gap_and_change_no_token(
     assert done.statistics.num_accepted_tokens == done.statistics.num_draft_tokens > 0
 
 
+class Late(DraftLengthController):
+    """No draft in the first rounds, then the longest ones."""
+
+    def choose(self, deepest: int) -> int:
+        self.turn = getattr(self, "turn", 0) + 1
+        self._length = self.draft_lengths[-1] if self.turn > 8 else 0
+        self.read = [*getattr(self, "read", ()), self.draft.body.forwards]
+        return self._length
+
+
+@pytest.mark.parametrize("fused", [None, False])
+def test_a_draft_reads_no_prompt_before_drafts_are_wanted(fused: bool | None) -> None:
+    own = {"slots": 2, "kv_buckets": (32, 64)}
+    draft, pace = TableDecoder(TARGET, **own), Late((0, 2))
+    maker, pace.draft = Checked(draft, TableDecoder(TARGET, **own), k=(0, 2), fused=fused), draft
+    rebuild(maker, controller=pace)
+    pace._length, before = 0, draft.body.forwards
+    maker.engine.rounds._inner._pace.at(2)
+    made = maker.sample(PROMPTS, max_new_tokens=40, return_dict=True)
+    assert torch.equal(made.sequences, TableDecoder(TARGET, **own).sample(PROMPTS, max_new_tokens=40))
+    assert made.statistics.num_accepted_tokens == made.statistics.num_draft_tokens > 0
+    assert before == pace.read[8] < pace.read[9]
+
+
 def test_a_commit_too_wide_for_a_draft_length_is_split() -> None:
     tokens = torch.tensor([[1, 2, 3, 4, 5], [6, 7, PAD, PAD, PAD]], dtype=torch.int32)
     whole = Commit(tokens, torch.tensor([5, 2], dtype=torch.int32), torch.tensor([10, 20], dtype=torch.int32))

@@ -87,6 +87,17 @@ def test_draft_lengths_are_compared_at_equal_machine_speed() -> None:
     assert late.count(8) > 0.8 * len(late)
 
 
+def test_plain_rounds_do_not_seem_slower_the_longer_they_run() -> None:
+    """Rounds become slower towards the end of each text, and those of the next start fast."""
+    pace, dice, plain = DraftLengthController((0, 1)), random.Random(0), 0
+    for number in range(6000):
+        rung = pace.choose(99)
+        seconds = (1.0, 1.8)[rung] * (1 + 0.01 * (number % 26)) * (1 + 0.05 * dice.random())
+        pace.record(rung, requested=[rung], accepted=[rung and int(dice.random() < 0.58)], seconds=seconds)
+        plain += rung == 0
+    assert plain > 0.97 * 6000
+
+
 def test_a_draft_is_tried_after_a_long_pause() -> None:
     pace, times = DraftLengthController((0, 1)), {0: 1.0, 1: 2.0}
     chosen = told(pace, alpha=0.0, times=times, rounds=300)
