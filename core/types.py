@@ -110,11 +110,11 @@ class DeviceFeatures:
     """Features that stay on the device, where the next round reads them.
 
     fetch  copies them to the host, [B, W, F]; only until a round replaces them
-    lines  batch rows of the graph that left them, 0 = all: the next graph can read them if it has as many
+    batch  batch rows of the graph that left them, 0 = all: the next graph can read them if it has as many
     """
 
     fetch: Callable[[], Tensor]
-    lines: int = 0
+    batch: int = 0
 
 
 @dataclass(frozen=True, slots=True)

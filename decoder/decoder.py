@@ -104,7 +104,7 @@ class ModelWithCache(nn.Module):
         count = None if sampling is None else self.real_rows(sampling, tokens.shape[1] if used is None else used)
         padded = count is not None
         count = torch.full_like(row, tokens.shape[1]) if count is None else count
-        slots = first_slots(self.get_buffer("slots"), len(row))
+        slots = first_rows(self.get_buffer("slots"), len(row))
         place = CachePosition(row, count, slots, bucket, padded=padded, tree=tree, in_order=True)
         return self(tokens, place, reads)  # type: ignore[no-any-return]
 
@@ -115,7 +115,7 @@ class ModelWithCache(nn.Module):
     def compact_path(self, row: Tensor, path: Tensor) -> None:
         """Make the accepted rows of a tree consecutive; row [B] of the root, path [B, D]."""
         row = row.clamp(max=self.options.n_positions - 1)
-        slots = first_slots(self.get_buffer("slots"), len(row))
+        slots = first_rows(self.get_buffer("slots"), len(row))
         for layer in self.caches:
             self.kernels.compact_path(layer, row, path, slots=slots)
 
@@ -228,12 +228,12 @@ class CompiledDecoder:
         """Return the smallest bucket that holds ``rows`` KV positions; the largest if none does."""
         return self.kv_buckets[min(bisect_left(self.kv_buckets, rows), len(self.kv_buckets) - 1)]
 
-    def lines_for(self, used_slots: int | None) -> int:
-        """Return `GraphKey.lines` of a round of the first ``used_slots`` slots: their smallest batch bucket."""
+    def batch_for(self, used_slots: int | None) -> int:
+        """Return `GraphKey.batch` of a round of the first ``used_slots`` slots: their smallest batch bucket."""
         if used_slots is None:
             return 0
-        lines = self.batch_buckets[bisect_left(self.batch_buckets, used_slots)]
-        return 0 if lines == self.batch_size else lines
+        batch = self.batch_buckets[bisect_left(self.batch_buckets, used_slots)]
+        return 0 if batch == self.batch_size else batch
 
     def sampling_kind(self, kind: SamplingKind) -> SamplingKind:
         """Return the sampling mode of the graph for a round of ``kind``: "full" if one graph serves all modes."""
@@ -345,9 +345,9 @@ class CompiledDecoder:
         return {**key, "quantization": formats} if formats else key
 
 
-def first_slots(x: Tensor, lines: int) -> Tensor:
-    """Return the first ``lines`` batch rows of x [B, ...]; 0: all. Whole, it is the same tensor."""
-    return x[:lines] if 0 < lines < len(x) else x
+def first_rows(x: Tensor, batch: int) -> Tensor:
+    """Return the first ``batch`` batch rows of x [B, ...]; 0: all. Whole, it is the same tensor."""
+    return x[:batch] if 0 < batch < len(x) else x
 
 
 def for_all_slots(x: Tensor, slots: int, fill: Sequence[int] | Sequence[Sequence[int]] | int = 0) -> Tensor:

@@ -33,7 +33,7 @@ class GraphKey:
     draft         the drafter's step inside it
     sampling      sampling mode of its rows, on which it may rely; "full" for every round if kernels do not distinguish
                   modes; None = it samples no token
-    lines         number of slots that it computes, from slot 0 (a batch bucket); 0 = all
+    batch         number of slots that it computes, from slot 0 (a batch bucket); 0 = all
     variant       any other difference from its siblings
     """
 
@@ -49,7 +49,7 @@ class GraphKey:
     kept: bool = False
     draft: DraftKey | None = None
     sampling: SamplingKind | None = None
-    lines: int = 0
+    batch: int = 0
     variant: str = ""
 
     @property
@@ -74,7 +74,7 @@ class GraphKey:
             f"commit {self.commit_width}" if self.commit_width and not self.next_width else "",
             "kept" if self.kept else "",
             "" if self.sampling is None or self.sampling == "full" else self.sampling,
-            f"{self.lines} of the slots" if self.lines else "",
+            f"{self.batch} of the slots" if self.batch else "",
             self.variant,
         ]
         inner = ", ".join(part for part in parts if part)

@@ -33,7 +33,7 @@ class SharedPrefix:
 
 
 class PrefixCache:
-    """The prompts in the slots of one cache; a `paceline.engine.engine.KeptPrompts`.
+    """The prompts in the slots of one cache; a `paceline.engine.engine.CachedPrefixes`.
 
     step   prefixes are shared in multiples of this number of rows: the longest chunk if the bits of a row depend on its
            graph; else 1

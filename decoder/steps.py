@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from paceline.core.protocols import finish
 from paceline.core.types import FeatureSpec
-from paceline.decoder.decoder import CompiledDecoder, ModelWithCache, first_slots, for_all_slots
+from paceline.decoder.decoder import CompiledDecoder, ModelWithCache, first_rows, for_all_slots
 from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.kernels.cache_rows import store
 from paceline.decoder.kernels.protocol import CachePosition, Tree
@@ -201,19 +201,19 @@ def window(
     ``used_slots``: see `paceline.core.types.RoundLimits` -> [B, T, V] float32 and [B, T, F] or None; zeros in skipped
     slots.
     """
-    lines, slots = decoder.lines_for(used_slots), len(row)
-    inputs = [first_slots(x, lines) for x in ((tokens, row) if parents is None else (tokens, row, parents))]
+    batch, slots = decoder.batch_for(used_slots), len(row)
+    inputs = [first_rows(x, batch) for x in ((tokens, row) if parents is None else (tokens, row, parents))]
     layers, variant = None if reads is None else reads.layers, "" if parents is None else "tree"
-    key = GraphKey("window", tokens.shape[1], bucket, features=layers, lines=lines, variant=variant)
+    key = GraphKey("window", tokens.shape[1], bucket, features=layers, batch=batch, variant=variant)
     out = [for_all_slots(x, slots) for x in decoder.graph(key, partial(WindowStep, reads=reads), inputs)(*inputs)]
     return out[0], out[1] if reads is not None else None
 
 
 def compact_path(decoder: CompiledDecoder, row: Tensor, path: Tensor, *, used_slots: int | None = None) -> None:
     """Make an accepted path consecutive in the cache. row [B] int32, path [B, D] int32"""
-    lines = decoder.lines_for(used_slots)
-    row, path = first_slots(row, lines), first_slots(path, lines)
-    key = GraphKey("compact", path.shape[1], decoder.kv_buckets[-1], lines=lines)
+    batch = decoder.batch_for(used_slots)
+    row, path = first_rows(row, batch), first_rows(path, batch)
+    key = GraphKey("compact", path.shape[1], decoder.kv_buckets[-1], batch=batch)
     decoder.graph(key, CompactPathStep, (row, path))(row, path)
 
 

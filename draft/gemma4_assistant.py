@@ -21,7 +21,7 @@ from torch import Tensor
 
 from paceline.core.errors import CheckpointError, PairingError, UnknownArchitectureError
 from paceline.core.types import DraftKey, DraftShape, FeatureSpec, SamplingTensors
-from paceline.decoder.decoder import CompiledDecoder, ModelWithCache, first_slots
+from paceline.decoder.decoder import CompiledDecoder, ModelWithCache, first_rows
 from paceline.decoder.json_fields import Fields
 from paceline.decoder.kernels.cache_rows import NARROW_CACHES, store, unpack
 from paceline.decoder.kernels.protocol import CachePosition
@@ -217,8 +217,8 @@ class AssistantHead(AutoregressiveHead):
     def _rows(self, cache: tuple[Tensor, Tensor], place: CachePosition) -> tuple[Tensor, ...]:
         """Rows of a cache as they are stored, [B, G, 1, D] of keys and of values."""
         index = place.row.to(torch.int64).view(-1, 1, 1, 1)
-        lines = (_movable(first_slots(side, len(place.row))) for side in cache)
-        rows = (side.gather(2, index.expand(-1, side.shape[1], 1, side.shape[3])) for side in lines)
+        sides = (_movable(first_rows(side, len(place.row))) for side in cache)
+        rows = (side.gather(2, index.expand(-1, side.shape[1], 1, side.shape[3])) for side in sides)
         return tuple(row.view(cache[0].dtype) if cache[0].dtype in NARROW_CACHES else row for row in rows)
 
     def logits(self, hidden: Tensor) -> Tensor:

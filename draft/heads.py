@@ -4,7 +4,7 @@ A head is computation only. `AutoregressiveHead` drafts one token after the othe
 drafts all tokens at once from one state of the target. `HeadDrafter` tracks the commits it has read, selects the graph
 and makes the proposals.
 
-Letters: B slots, b lines of a call, W tokens of a commit, n tokens of a call, k drafted tokens, H width of the head, F
+Letters: B slots, b batch of a call, W tokens of a commit, n tokens of a call, k drafted tokens, H width of the head, F
 of a feature, V vocabulary.
 """
 
@@ -37,7 +37,7 @@ from paceline.core.types import (
     SamplingKind,
     SamplingTensors,
 )
-from paceline.decoder.decoder import CompiledDecoder, first_slots, for_all_slots
+from paceline.decoder.decoder import CompiledDecoder, first_rows, for_all_slots
 from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.kernels.protocol import CachePosition, Kernels, Tree
 from paceline.decoder.options import DecoderOptions, check_width
@@ -102,13 +102,13 @@ class CachedHead(DraftHead):
         real = None if sampling is None else self.real_rows(sampling, count)
         padded = real is not None
         real = torch.full_like(row, count) if real is None else real
-        slots = first_slots(self.slots, len(row))
+        slots = first_rows(self.slots, len(row))
         return CachePosition(row, real, slots, bucket, padded=padded, tree=tree, in_order=True)
 
     def place_real(self, row: Tensor, count: Tensor, bucket: int, *, sampling: SamplingTensors) -> CachePosition:
         """``count`` [B] int32 rows of a window from row [B] on, as `place`; the rest of the window is padding."""
         row = row.clamp(min=0, max=self.options.n_positions - 1)
-        slots = first_slots(self.slots, len(row))
+        slots = first_rows(self.slots, len(row))
         padded = self.kernels.skips_padding
         return CachePosition(row, count * sampling.seated, slots, bucket, padded=padded, in_order=True)
 
@@ -528,11 +528,11 @@ class HeadDrafter(TraceableDrafter):
         if self.reads is not None:
             inputs.append(_features(commit.states, self))
         bucket, width = self.bucket(limits.max_rows), commit.tokens.shape[1]
-        kind, lines = self.decoder.sampling_kind(sampling.kind), self.decoder.lines_for(limits.used_slots)
+        kind, batch = self.decoder.sampling_kind(sampling.kind), self.decoder.batch_for(limits.used_slots)
         key = GraphKey(
-            "draft", width, bucket, commit_width=width, sampling=kind, draft=self.step_key(bucket), lines=lines
+            "draft", width, bucket, commit_width=width, sampling=kind, draft=self.step_key(bucket), batch=batch
         )
-        out = self._graph(key, lambda bucket: self.step(bucket, kind), [first_slots(x, lines) for x in inputs])
+        out = self._graph(key, lambda bucket: self.step(bucket, kind), [first_rows(x, batch) for x in inputs])
         return [for_all_slots(x, len(commit.count), 0 if x.is_floating_point() else PAD) for x in out]
 
     def read(self, slot: int, tokens: Sequence[int], *, start: int = 0, features: Tensor | None = None) -> None:

@@ -7,7 +7,7 @@ tokens take the same layer again. Row p of its cache belongs to the pair of the 
 Layouts: the layer within the target's own checkpoint (MiMo; GLM 4 MoE and DeepSeek V3), and folders of the speculators
 library.
 
-Letters: b lines, n pairs of a call, H width of the target, V vocabulary.
+Letters: b batch rows, n pairs of a call, H width of the target, V vocabulary.
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ class MedusaHead(ParallelHead):
         def linear(x: Tensor, weight: MatrixLike) -> Tensor:
             if seated is None:
                 return self.kernels.linear(x, weight)
-            lines = x if x.dim() > 2 else x.unsqueeze(1)
-            return self.kernels.linear(lines, weight, seated * lines.shape[1]).view(*x.shape[:-1], -1)
+            rows = x if x.dim() > 2 else x.unsqueeze(1)
+            return self.kernels.linear(rows, weight, seated * rows.shape[1]).view(*x.shape[:-1], -1)
 
         return self.heads.scores(state, linear, k)
 

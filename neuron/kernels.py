@@ -68,10 +68,10 @@ class TraceableKernels(PlainOperations):
             ConfigurationError: the cache has more rows than can be numbered exactly.
         """
         q, k, v = qkv
-        lines, window, heads, width = q.shape
+        batch, window, heads, width = q.shape
         groups, share = k.shape[2], heads // k.shape[2]
         rows = place.row.unsqueeze(1) + torch.arange(window, dtype=torch.int32, device=q.device)  # [b, T]
-        if self._prompts is not None and place.padded and lines == 1 and place.tree is None and not place.both_ways:
+        if self._prompts is not None and place.padded and batch == 1 and place.tree is None and not place.both_ways:
             chunk = Chunk(window, place.bucket - window, heads, groups, width, cache[0].dtype)
             if self._prompts.takes(chunk, rule):
                 return read_prompt(qkv, cache, place, before=chunk.before, window=rule.window)
@@ -80,9 +80,9 @@ class TraceableKernels(PlainOperations):
         for part, new in zip(cache, (k, v), strict=True):
             store(part, new.transpose(1, 2).to(part.dtype), slots=place.slots, rows=rows)
         keys, values = (read(part, place.slots, extent, in_order=place.in_order) for part in cache)
-        query = q.reshape(lines, window, groups, share, width).permute(0, 2, 1, 3, 4)
-        query = query.reshape(lines, groups, window * share, width) * (1 / math.sqrt(width))
-        scores = graph_product.matmul(query, keys).reshape(lines, groups, window, share, extent)
+        query = q.reshape(batch, window, groups, share, width).permute(0, 2, 1, 3, 4)
+        query = query.reshape(batch, groups, window * share, width) * (1 / math.sqrt(width))
+        scores = graph_product.matmul(query, keys).reshape(batch, groups, window, share, extent)
         if rule.cap:
             scores = rule.cap * torch.tanh(scores / rule.cap)
         if rule.slopes is not None:
@@ -91,12 +91,12 @@ class TraceableKernels(PlainOperations):
         seen = within(visible(place, rows, extent), place, rows, rule=rule).unsqueeze(1).unsqueeze(3)
         scores = torch.where(seen, scores, reduce.NEGATIVE)
         if rule.sinks is not None:
-            beside = rule.sinks.view(groups, 1, share, 1).expand(lines, -1, window, -1, -1)
+            beside = rule.sinks.view(groups, 1, share, 1).expand(batch, -1, window, -1, -1)
             scores = torch.cat((scores, beside), -1)
         weights = probs.softmax(scores)[..., :extent]
-        mixed = graph_product.matmul(weights.reshape(lines, groups, window * share, extent), values.transpose(2, 3))
-        mixed = mixed.reshape(lines, groups, window, share, width).permute(0, 2, 1, 3, 4)
-        return mixed.reshape(lines, window, heads * width)
+        mixed = graph_product.matmul(weights.reshape(batch, groups, window * share, extent), values.transpose(2, 3))
+        mixed = mixed.reshape(batch, groups, window, share, width).permute(0, 2, 1, 3, 4)
+        return mixed.reshape(batch, window, heads * width)
 
     def compact_path(self, cache: tuple[Tensor, Tensor], row: Tensor, path: Tensor, *, slots: Tensor) -> None:
         """Move the rows of an accepted path, as `Kernels.compact_path`."""

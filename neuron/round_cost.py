@@ -66,7 +66,7 @@ def round_cost(setup: RoundSetup, instance: Instance) -> dict[str, object]:
         "k": setup.k,
         "sampling": setup.kind,
         "batch_size": setup.slots,
-        "computed_slots": setup.lines or setup.slots,
+        "computed_slots": setup.batch or setup.slots,
         "context": setup.rows,
         "quantization": setup.quantization,
         "padding": {
@@ -145,7 +145,7 @@ _FIGURES = (
 
 
 def _row_seconds(setup: RoundSetup) -> float:
-    return setup.k * (setup.lines or setup.slots) * chips.ROW.value
+    return setup.k * (setup.batch or setup.slots) * chips.ROW.value
 
 
 def expected_seconds(work: Work, instance: Instance) -> float:

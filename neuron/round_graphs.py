@@ -142,7 +142,7 @@ class RoundSetup:
     """A fused pair: ``k`` drafted tokens per round over ``slots`` sequences of up to ``rows`` tokens, on ``degree``
     cores.
 
-    ``lines``: the first slots, which the graph computes (a batch bucket); 0: all of them. ``quantization``: of the
+    ``batch``: the first slots, which the graph computes (a batch bucket); 0: all of them. ``quantization``: of the
     target's matmul weights; None: 16 bits. With ``k`` 0 (plain decoding) the draft is ignored.
     """
 
@@ -153,7 +153,7 @@ class RoundSetup:
     kind: SamplingKind = "greedy"
     slots: int = 1
     rows: int = 2048
-    lines: int = 0
+    batch: int = 0
     quantization: str | None = None
 
     def saved(self, layers: int) -> int:
@@ -222,15 +222,15 @@ def prefill_step(setup: RoundSetup, layers: int) -> tuple[PrefillStep, tuple[Ten
 def round_features(setup: RoundSetup, reads: FeatureSpec) -> Tensor:
     """Return the target's hidden states that a commit carries for a draft."""
     width = setup.target.hidden_size * max(1, len(reads.layers))
-    return torch.zeros(setup.lines or setup.slots, setup.k + 1, width)
+    return torch.zeros(setup.batch or setup.slots, setup.k + 1, width)
 
 
 def round_inputs(setup: RoundSetup) -> tuple[Tensor, ...]:
     """Return tokens, count, first row and limit of a commit, sampling parameters and seeds."""
-    lines = setup.lines or setup.slots
-    one = torch.ones(lines, dtype=torch.int32)
-    tokens = torch.ones(lines, setup.k + 1, dtype=torch.int32)
-    return (tokens, one, one, one, torch.zeros(lines, 4), torch.zeros(lines, 4, dtype=torch.int32))
+    batch = setup.batch or setup.slots
+    one = torch.ones(batch, dtype=torch.int32)
+    tokens = torch.ones(batch, setup.k + 1, dtype=torch.int32)
+    return (tokens, one, one, one, torch.zeros(batch, 4), torch.zeros(batch, 4, dtype=torch.int32))
 
 
 def body_of(config: ModelConfig, layers: int, setup: RoundSetup) -> ModelWithCache:

@@ -28,9 +28,9 @@ from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.options import check_width
 from paceline.decoder.parallel.sharding import Shard
 from paceline.decoder.weights.checkpoint import load_weights
-from paceline.draft.row_drafting import RowDrafter
+from paceline.draft.per_request import PerRequestDrafter
 from paceline.draft_checks import check_trees
-from paceline.engine.adaptive import DraftLengthController, Pace
+from paceline.engine.adaptive import DraftLengthController, DraftLengthPolicy
 from paceline.engine.batch import RoundShape, Slot
 from paceline.engine.engine import Engine
 from paceline.engine.fit import DraftFit
@@ -199,7 +199,7 @@ class _Builder:
 
     def engine(self) -> Engine:
         drafter, target, config = self.drafter, self.target, self.config
-        pace, rest, most = None, None, drafter.draft_shape.depth
+        policy, rest, most = None, None, drafter.draft_shape.depth
         if self.plain_steps > 1:
             most = self.plain_steps - 1
             plans = {most: self._plain(self.plain_steps, self.width)}
@@ -207,8 +207,10 @@ class _Builder:
             plans = {most: self._plan(most)}
         else:
             plans = {length: self._plan(length) for length in self.controller.draft_lengths}
-            lines = target.lines_for if len(target.batch_buckets) > 1 else None
-            pace = Pace(self.controller, lines=lines, competes=target.body.skips_idle and drafter.draft_shape.is_chain)
+            batch_for = target.batch_for if len(target.batch_buckets) > 1 else None
+            policy = DraftLengthPolicy(
+                self.controller, batch_for=batch_for, competes=target.body.skips_idle and drafter.draft_shape.is_chain
+            )
             if not self.fixed and drafter.reads is None and keeps_tokens(self.rule):
                 steps = min(_UNDRAFTED_STEPS, self.width)
                 rest = self._plain(steps, steps if self.own else self.width)
@@ -219,7 +221,7 @@ class _Builder:
             drafter,
             plans,
             self.slots,
-            pace=pace,
+            policy=policy,
             rest=rest,
             on_host=self._on_host,
             predicted=self._predicted if predicts else None,
@@ -260,7 +262,7 @@ class _Builder:
     def _predicted(self) -> RoundPlan:
         # If nothing else drafts: the number of tokens that plain steps in one graph commit.
         shape = self.shape if self.shape.num_draft_tokens else DraftShape.chain(self.width - 1)
-        drafter = RowDrafter(self.drafter, self.slots, draft_shape=shape)
+        drafter = PerRequestDrafter(self.drafter, self.slots, draft_shape=shape)
         return RoundPlan(drafter, self._verifier(shape, self.width), self.width)
 
     def _on_host(self) -> RoundPlan:
@@ -281,7 +283,7 @@ class _Builder:
             width=self.width,
             slots=self.slots,
         )
-        return RoundPlan(RowDrafter(self.drafter, self.slots, draft_shape=self.shape), verifier, self.width)
+        return RoundPlan(PerRequestDrafter(self.drafter, self.slots, draft_shape=self.shape), verifier, self.width)
 
     def _verifier(self, shape: DraftShape, width: int, *, depths: Sequence[int] = ()) -> CompiledVerifier:
         return CompiledVerifier(

@@ -137,7 +137,7 @@ class _SeenQueue:
     """A queue that notes the requests taken from it. ``texts``: of those under way, by their index."""
 
     def __init__(self, queue: RequestQueue) -> None:
-        self._queue, self.paced = queue, queue.paced
+        self._queue, self.online = queue, queue.online
         self.texts: dict[int, FinishedText] = {}
 
     def pop(self, longest: int | None = None) -> Request | None:

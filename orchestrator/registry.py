@@ -32,7 +32,7 @@ class DrafterRow:
     fused      can share a graph with the target
     masks      drafts under the mask of a grammar; others' drafts are cut at the first forbidden token, so that every
                drafter supports structured output
-    ladder     which of its drafts have several lengths (k="auto")
+    adaptive_k     which of its drafts have several lengths (k="auto")
     listable   can be in a list
     check      checks the options of a drafter that is made for a target, and its folder, before anything is loaded:
                (the target's `ModelConfig`, `Wanted`, the folder if it has one, the options) -> its `DraftShape`, or
@@ -49,7 +49,7 @@ class DrafterRow:
     draws: bool = False
     fused: bool = False
     masks: bool = False
-    ladder: Literal["all", "chains", "none"] = "all"
+    adaptive_k: Literal["all", "chains", "none"] = "all"
     listable: bool = True
     check: str = ""
     options: str = ""
@@ -86,15 +86,15 @@ _ModelRow = partial(
     draws=True,
     fused=True,
     masks=True,
-    ladder="chains",
+    adaptive_k="chains",
     options="paceline.draft.options:ModelOptions",
 )
-_HeadsRow = partial(DrafterRow, given_as="folder", trees=True, fused=True, ladder="chains", listable=False)
+_HeadsRow = partial(DrafterRow, given_as="folder", trees=True, fused=True, adaptive_k="chains", listable=False)
 
 DRAFTERS: dict[str, DrafterRow] = {
     row.name: row
     for row in (
-        DrafterRow("none", "paceline.draft.base:NoDrafter", "plain decoding", given_as="name", ladder="none"),
+        DrafterRow("none", "paceline.draft.base:NoDrafter", "plain decoding", given_as="name", adaptive_k="none"),
         DrafterRow("ngram", "paceline.draft.ngram:NgramDrafter", "prompt lookup by n-grams", given_as="name"),
         DrafterRow(
             "suffix", "paceline.draft.suffix:SuffixDrafter", "longest repetition of the text's end", given_as="name"
@@ -160,7 +160,7 @@ DRAFTERS: dict[str, DrafterRow] = {
             given_as="target",
             trees=True,
             fused=True,
-            ladder="chains",
+            adaptive_k="chains",
             check="paceline.draft.options:layerskip_shape",
         ),
         DrafterRow(
@@ -187,7 +187,7 @@ DRAFTERS: dict[str, DrafterRow] = {
             "paceline.placement.remote.drafter:RemoteDrafter",
             "a draft model in another process (draft_of)",
             given_as="process",
-            ladder="none",
+            adaptive_k="none",
             listable=False,
         ),
     )

@@ -36,7 +36,7 @@ from paceline.decoder.decoder import (
     FeatureBuffer,
     ModelWithCache,
     StepMaker,
-    first_slots,
+    first_rows,
     for_all_slots,
     idle_tokens,
 )
@@ -52,7 +52,7 @@ class _Found:
     """A selected step, valid until its selection changes. ``rows``: of the longest sequence, before a round."""
 
     step: Step
-    lines: int
+    batch: int
     rows: range
 
 
@@ -132,10 +132,10 @@ class CompiledVerifier(TargetVerifier):
         found = self._found.get(which)
         if found is None or rows not in found.rows:
             found = self._found[which] = self._find(draft_shape, inputs, limits=limits, kind=sampling.kind, drawn=drawn)
-        if not found.lines:
+        if not found.batch:
             tokens, count, *features = found.step(*inputs)
         else:
-            tokens, count, *features = found.step(*(first_slots(x, found.lines) for x in inputs))
+            tokens, count, *features = found.step(*(first_rows(x, found.batch) for x in inputs))
             tokens = for_all_slots(tokens, len(commit.count), idle_tokens(self._width))
             count = for_all_slots(count, len(commit.count), 1)
             features = [for_all_slots(x, len(commit.count)) for x in features]
@@ -145,18 +145,18 @@ class CompiledVerifier(TargetVerifier):
         self, draft_shape: DraftShape, inputs: Sequence[Tensor], *, limits: RoundLimits, kind: SamplingKind, drawn: bool
     ) -> _Found:
         """Select the step of rounds with such a proposal, for sequences of ``limits.max_rows`` rows or more."""
-        rows, lines = limits.max_rows, self.decoder.lines_for(limits.used_slots)
+        rows, batch = limits.max_rows, self.decoder.batch_for(limits.used_slots)
         bucket, kind = self.decoder.bucket_for(rows), self.decoder.sampling_kind(kind)
         make: StepMaker = partial(self._step, draft_shape=draft_shape, kind=kind)
-        key = self._key(draft_shape, bucket, kind, width=inputs[0].shape[1], drawn=drawn, lines=lines)
+        key = self._key(draft_shape, bucket, kind, width=inputs[0].shape[1], drawn=drawn, batch=batch)
         if self.steps:
             make = partial(AutoregressiveStep, steps=self.steps, width=self._width, kind=kind)
             key = GraphKey(
                 "autoregressive", self.steps, bucket, commit_width=key.commit_width, next_width=self._width,
-                sampling=kind, lines=lines,
+                sampling=kind, batch=batch,
             )  # fmt: skip
-        step = self.decoder.graph(key, make, [first_slots(x, lines) for x in inputs])
-        return _Found(step, lines, range(rows, bucket + 1))
+        step = self.decoder.graph(key, make, [first_rows(x, batch) for x in inputs])
+        return _Found(step, batch, range(rows, bucket + 1))
 
     def fused(
         self,
@@ -171,11 +171,11 @@ class CompiledVerifier(TargetVerifier):
         if limits.max_accept != self._most:
             self._take_limit(limits.max_accept)
         inputs = [commit.tokens, commit.count, commit.first_row, self._limit, sampling.params, sampling.seeds]
-        carry, kept, lines = None, False, 0
+        carry, kept, batch = None, False, 0
         if self._reads is not None:
-            lines = self.decoder.lines_for(limits.used_slots)
-            carry = self._carry(commit, self._reads, lines)
-            kept = isinstance(commit.features, DeviceFeatures) and commit.features.lines == lines
+            batch = self.decoder.batch_for(limits.used_slots)
+            carry = self._carry(commit, self._reads, batch)
+            kept = isinstance(commit.features, DeviceFeatures) and commit.features.batch == batch
             inputs += [commit.states] if not kept and commit.states is not None else []
         which, fused, rows = (drafter, kept, sampling.kind, limits.used_slots), self._fused, limits.max_rows
         if fused is None or rows not in fused.rows or fused.which != which:
@@ -188,7 +188,7 @@ class CompiledVerifier(TargetVerifier):
         reports, outputs = fused.run(inputs, seconds, limits)
         features: Tensor | DeviceFeatures | None = outputs[3] if len(outputs) > 3 else None
         if carry is not None:
-            features = DeviceFeatures(partial(self._fetch, carry), lines)
+            features = DeviceFeatures(partial(self._fetch, carry), batch)
         return Commit(outputs[0], outputs[1], outputs[2], features), reports
 
     def _fused_rounds(
@@ -205,36 +205,36 @@ class CompiledVerifier(TargetVerifier):
         drafter, kept, kind, used_slots = which
         decoder, lean = self.decoder, self.decoder.backend.device_state
         bucket, draft_bucket = decoder.bucket_for(rows), drafter.bucket(rows)
-        kind, lines = decoder.sampling_kind(kind), decoder.lines_for(used_slots)
-        alone = self._key(self.draft_shape, bucket, kind, width=self._width, lines=lines)
+        kind, batch = decoder.sampling_kind(kind), decoder.batch_for(used_slots)
+        alone = self._key(self.draft_shape, bucket, kind, width=self._width, batch=batch)
         key = replace(alone, kept=kept, draft=drafter.step_key(draft_bucket))
 
         def make(body: ModelWithCache, bucket: int) -> FusedStep:
             verify = self._step(body, bucket, draft_shape=self.draft_shape, kind=kind)
             return FusedStep(drafter.step(draft_bucket, kind), verify, carry, lean=lean)
 
-        given = [first_slots(x, lines) for x in inputs]
+        given = [first_rows(x, batch) for x in inputs]
         step: Step | MultiRoundStep = decoder.graph(key, make, given, guest=drafter.cache_key, owner=drafter.state)
         same = bisect_right(range(rows, bucket + 1), draft_bucket, key=drafter.bucket)
         if isinstance(step, MultiRoundStep):
             return _FusedRounds(which, bucket, range(rows, rows + same), True, step.run_rounds)
-        run = partial(_one_round, step=step, lean=lean, lines=lines)
+        run = partial(_one_round, step=step, lean=lean, batch=batch)
         return _FusedRounds(which, bucket, range(rows, rows + same), False, run)
 
-    def _carry(self, commit: Commit, reads: FeatureSpec, lines: int) -> FeatureBuffer | None:
-        """Return the buffer for features between rounds of ``lines`` batch rows, if copying them to the host costs
+    def _carry(self, commit: Commit, reads: FeatureSpec, batch: int) -> FeatureBuffer | None:
+        """Return the buffer for features between rounds of ``batch`` batch rows, if copying them to the host costs
         time.
         """
         if not self.decoder.backend.device_state:
             return None
         width = self.decoder.config.hidden_size * max(1, len(reads.layers))
-        return self.decoder.carry(*first_slots(commit.tokens, lines).shape, width)
+        return self.decoder.carry(*first_rows(commit.tokens, batch).shape, width)
 
     def _fetch(self, carry: FeatureBuffer) -> Tensor:
         return for_all_slots(self.decoder.backend.read_state(carry.features), self.decoder.batch_size)
 
     def _key(
-        self, shape: DraftShape, bucket: int, kind: SamplingKind, *, width: int, drawn: bool = False, lines: int = 0
+        self, shape: DraftShape, bucket: int, kind: SamplingKind, *, width: int, drawn: bool = False, batch: int = 0
     ) -> GraphKey:
         return GraphKey(
             "verify",
@@ -247,7 +247,7 @@ class CompiledVerifier(TargetVerifier):
             commit_width=width,
             next_width=self._width,
             sampling=kind,
-            lines=lines,
+            batch=batch,
         )
 
 
@@ -256,17 +256,17 @@ _RunRounds = Callable[[list[Tensor], float, RoundLimits], tuple[list[RoundReport
 
 
 def _one_round(
-    inputs: list[Tensor], _seconds: float, _limits: RoundLimits, *, step: Step, lean: bool, lines: int
+    inputs: list[Tensor], _seconds: float, _limits: RoundLimits, *, step: Step, lean: bool, batch: int
 ) -> tuple[list[RoundReport], list[Tensor]]:
-    """Run one round, as `MultiRoundStep.run_rounds`. ``lean``: whether the `FusedStep` is; ``lines``: as in `GraphKey`;
+    """Run one round, as `MultiRoundStep.run_rounds`. ``lean``: whether the `FusedStep` is; ``batch``: as in `GraphKey`;
     inputs and what comes out have a line for every slot.
     """
     begin = perf_counter()
-    packed, *outputs = step(*([first_slots(x, lines) for x in inputs] if lines else inputs))
-    if lines:
+    packed, *outputs = step(*([first_rows(x, batch) for x in inputs] if batch else inputs))
+    if batch:
         slots = len(inputs[0])
         packed = for_all_slots(packed, slots, [*idle_tokens(packed.shape[1] - 2), 1, 0])
         outputs = [for_all_slots(x, slots) for x in (outputs if lean else outputs[3:])]  # features, if they are outputs
-    if lean or lines:
+    if lean or batch:
         outputs = [packed[:, :-2].contiguous(), packed[:, -2].contiguous(), inputs[2] + inputs[1], *outputs]
     return [RoundReport.of(packed.tolist(), perf_counter() - begin)], outputs

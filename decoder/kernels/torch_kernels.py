@@ -58,7 +58,7 @@ class TorchKernels(PlainOperations):
         rule: AttentionRule = PLAIN_ATTENTION,
     ) -> Tensor:
         q, k, v = qkv
-        lines, window, heads, width = q.shape
+        batch, window, heads, width = q.shape
         groups = k.shape[2]
         steps = torch.arange(window, dtype=torch.int32, device=q.device)
         rows = place.row.unsqueeze(1) + steps  # [b, T]
@@ -68,7 +68,7 @@ class TorchKernels(PlainOperations):
         # Nodes of a tree may be after the bucket: more nodes are tried than can be accepted.
         extent = place.bucket if place.tree is None else min(place.bucket + window, keys.shape[2])
         key_blocks, value_blocks = _blocks(keys, extent), _blocks(values, extent)
-        query = q.view(lines, window, groups, heads // groups, width).transpose(1, 2).flatten(2, 3)
+        query = q.view(batch, window, groups, heads // groups, width).transpose(1, 2).flatten(2, 3)
         query = query * (1 / math.sqrt(width))
         share, reach = heads // groups, len(key_blocks) * _BLOCK
         visible = within(_seen(place, rows, reach), place, rows, rule=rule)
@@ -92,8 +92,8 @@ class TorchKernels(PlainOperations):
         mass = fold(torch.add, [x.sum(-1, keepdim=True) for x in weights])
         mass = mass if sinks is None else mass + torch.exp(sinks - largest)
         mixed: Tensor = fold(torch.add, [x @ block for x, block in zip(weights, value_blocks, strict=True)]) / mass
-        mixed = mixed.view(lines, groups, window, heads // groups, width)
-        return mixed.transpose(1, 2).reshape(lines, window, heads * width)
+        mixed = mixed.view(batch, groups, window, heads // groups, width)
+        return mixed.transpose(1, 2).reshape(batch, window, heads * width)
 
     def experts(self, x: Tensor, shares: Tensor, weights: ExpertWeights, *, count: Tensor | None = None) -> Tensor:
         rows, share = x.reshape(-1, x.shape[-1]), shares.reshape(-1, shares.shape[-1])

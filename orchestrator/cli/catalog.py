@@ -58,7 +58,7 @@ def list_rows(
 _UNSHOWN = ("path", "options", "marks", "check")
 _LABELS = {
     "draws": "sampled drafts", "fused": "one graph with the target", "masks": "drafts under a grammar",
-    "ladder": "adaptive k", "listable": "in lists",
+    "adaptive_k": "adaptive k", "listable": "in lists",
 }  # fmt: skip
 """Words for capabilities; others go by their names."""
 

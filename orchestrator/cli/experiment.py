@@ -182,15 +182,15 @@ def _policies(asked: PolicyOptions, recorded: tuple[str, ...]) -> Iterator[Polic
 
     k = asked.k
     adaptive = k is not None and k.startswith(("auto:", "["))
-    ladder = tuple(sorted(numbers(k.removeprefix("auto:").strip("[]"), "--k"))) if k and adaptive else ()
-    if asked.compete and not ladder:
+    draft_lengths = tuple(sorted(numbers(k.removeprefix("auto:").strip("[]"), "--k"))) if k and adaptive else ()
+    if asked.compete and not draft_lengths:
         raise ConfigurationError(f"--compete: expected --k auto:0,2,4, whose rows it is for, got --k {k}; give that")
-    depths = [None] if k is None or ladder else list(numbers(k, "--k"))
+    depths = [None] if k is None or draft_lengths else list(numbers(k, "--k"))
     nodes = None if asked.tree is None else numbers(asked.tree, "--tree")
     thresholds = [None] if asked.confidence is None else list(shares(asked.confidence, "--confidence"))
     for name, depth, threshold in product(asked.drafter or recorded or ("suffix",), depths, thresholds):
         policy = Policy.parse(name, depth, nodes, recorded=recorded)
-        yield replace(policy, ladder=ladder, confidence=threshold, competes=asked.compete)
+        yield replace(policy, draft_lengths=draft_lengths, confidence=threshold, competes=asked.compete)
 
 
 @command(app, "whatif")

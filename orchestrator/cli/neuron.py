@@ -99,8 +99,8 @@ class GraphOptions:
     context: Annotated[int, typer.Option(min=1, help="Positions of the cache, all of which a graph reads.")] = 2048
     quantization: TargetFormat = None
 
-    def lines(self) -> int:
-        """Number of batch rows, for `RoundSetup.lines`, or ConfigurationError: there are fewer slots."""
+    def batch(self) -> int:
+        """Number of batch rows, for `RoundSetup.batch`, or ConfigurationError: there are fewer slots."""
         if self.used_slots is not None and self.used_slots > self.batch_size:
             raise ConfigurationError(
                 f"--used-slots: expected at most {self.batch_size} (--batch-size), got {self.used_slots}; lower it"
@@ -122,7 +122,7 @@ def cost_of_round(
 ) -> None:
     """Estimate the time of a speculative round, or of a plain step, on Neuron chips, without weights or a chip."""
     with console.refusals():
-        (kind,), lines, machine = known_kinds([sampling]), graph.lines(), neuron_instance(instance)
+        (kind,), batch, machine = known_kinds([sampling]), graph.batch(), neuron_instance(instance)
         from paceline.neuron import chips
         from paceline.neuron.round_cost import round_cost, to_json
         from paceline.neuron.round_graphs import ModelDraft, RoundSetup, read_config, read_draft
@@ -130,7 +130,7 @@ def cost_of_round(
         verifier = read_config(target)
         drafts, k = (read_draft(draft, verifier), k) if draft else (ModelDraft(verifier), 0)
         setup = RoundSetup(verifier, drafts, tp, k, kind, slots=graph.batch_size, rows=graph.context)
-        found = round_cost(replace(setup, lines=lines, quantization=graph.quantization), machine)
+        found = round_cost(replace(setup, batch=batch, quantization=graph.quantization), machine)
     if as_json:
         typer.echo(to_json(found))
         return

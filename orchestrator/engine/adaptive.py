@@ -371,15 +371,15 @@ def _middle(numbers: list[float]) -> float:
     return sorted(numbers)[len(numbers) // 2]
 
 
-class Pace:
+class DraftLengthPolicy:
     """Chooses the draft length of every round and of every request in it, and learns from its result.
 
     The cost of a round, and so the best length, depends on the number of requests in it: there is a controller for
     every fill. Fills within a factor of two share one, and all share the acceptance statistics.
 
     controller  chooses the length; those of other batch fills are its siblings
-    lines       batch rows of the graph that serves a number of slots (0 = all), if they determine the cost of a round;
-                None: the number of requests does
+    batch_for   batch rows of the graph that serves a number of slots (0 = all), if they determine a round's cost; None:
+                the number of requests does
     competes    whether rows that are not used cost nothing, so that requests compete for them
     """
 
@@ -387,7 +387,7 @@ class Pace:
         self,
         controller: DraftLengthController,
         *,
-        lines: Callable[[int | None], int] | None = None,
+        batch_for: Callable[[int | None], int] | None = None,
         competes: bool = False,
     ) -> None:
         self._first = self._controller = controller
@@ -397,7 +397,7 @@ class Pace:
         self._standing: list[tuple[int, tuple[list[float], float]]] = []  # of slots, for some rounds
         self._allotted: dict[int, list[int]] = {}  # drafts of each of these in rounds of a length
         self._rounds_left = 0
-        self._lines, self._by_fill = lines, dict[int, DraftLengthController]()
+        self._batch_for, self._by_fill = batch_for, dict[int, DraftLengthController]()
         self._lagging: set[int] = set()  # slots with commits that the drafter has not read
 
     @property
@@ -430,7 +430,7 @@ class Pace:
 
         seated  slots that take part
         """
-        fill = len(seated) if self._lines is None else self._lines(limits.used_slots) or len(limits.max_accept)
+        fill = len(seated) if self._batch_for is None else self._batch_for(limits.used_slots) or len(limits.max_accept)
         self._controller = controller = self.at(fill)
         self._seated = sorted(seated)
         competes = self._competes and len(seated) > 1

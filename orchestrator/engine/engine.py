@@ -26,7 +26,7 @@ class RequestQueue(Protocol):
     """Waiting requests. Asked between rounds, in the thread that runs them."""
 
     @property
-    def paced(self) -> bool:
+    def online(self) -> bool:
         """Whether a caller waits for every token, and may abort: at most a chunk is prefilled between two rounds."""
 
     def pop(self, longest: int | None = None) -> Request | None:
@@ -36,13 +36,13 @@ class RequestQueue(Protocol):
         """
 
     def take_aborted(self) -> Collection[int]:
-        """Return the indices of the requests that were aborted since the last call; only of paced queues."""
+        """Return the indices of the requests that were aborted since the last call; only of online queues."""
 
 
 class ListQueue:
     """A queue of requests that are all known from the beginning."""
 
-    paced = False
+    online = False
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self._waiting = deque(requests)
@@ -55,7 +55,7 @@ class ListQueue:
         return ()
 
 
-class KeptPrompts(Protocol):
+class CachedPrefixes(Protocol):
     """Prompts that stay in their slots, for requests with a shared prefix (prefix caching)."""
 
     def choose(self, prompt: Sequence[int], free: Sequence[int]) -> int:
@@ -80,13 +80,13 @@ class Engine:
     slots: list[Slot | None]
     rounds: Rounds
     shape: RoundShape
-    kept: KeptPrompts | None = None
+    kept: CachedPrefixes | None = None
 
     def run(self, queue: RequestQueue, statistics: Statistics) -> Generator[list[RequestOutput], None, None]:
         """Run until the queue is empty and every request has finished. A step has the outputs of prefills, or of one
         call of the rounds, for all requests; at most one output per request and round.
 
-        A step may be empty, after a chunk of a prompt. The queue is polled between any two steps. If it is ``paced``,
+        A step may be empty, after a chunk of a prompt. The queue is polled between any two steps. If it is ``online``,
         one chunk of one prompt is prefilled between two rounds, or short prompts of a chunk together, so that a request
         in a slot never waits longer than a chunk and a round; otherwise all free slots are filled first.
 
@@ -100,7 +100,7 @@ class Engine:
         resumed = perf_counter()
         try:
             while True:
-                if queue.paced and (aborted := queue.take_aborted()):
+                if queue.online and (aborted := queue.take_aborted()):
                     batch.abort(aborted)
                     self._finish_requests(batch)
                 before, some_free = statistics.prefill_seconds, len(batch.active) < len(self.slots)
@@ -117,7 +117,7 @@ class Engine:
                     rounds.move_request(slot, to, length)
                     batch.move(slot, to)
                 if batch.active:
-                    limits = batch.limits(single=read is not None and queue.paced)
+                    limits = batch.limits(single=read is not None and queue.online)
                     result = rounds(batch.commit, batch.sampling, limits)
                     outputs = batch.apply(result)
                     if batch.freed:
@@ -131,7 +131,7 @@ class Engine:
             self._finish_requests(batch)
 
     def _read_prompts(self, queue: RequestQueue, batch: Batch, statistics: Statistics) -> list[RequestOutput] | None:
-        """Prefill a chunk of one prompt, or of several, if the queue is paced; otherwise prompts for all free slots.
+        """Prefill a chunk of one prompt, or of several, if the queue is online; otherwise prompts for all free slots.
 
         -> outputs of the prompts that were read to their end; None: there is no prompt
         """
@@ -139,9 +139,9 @@ class Engine:
         room = self.shape.chunk  # tokens that may still be read before the next round
         for _ in batch.slots:  # no more: if sequences finish at once there is always a free slot
             if batch.reading is None:
-                if outputs and queue.paced and room < PASS_TOKENS:
+                if outputs and queue.online and room < PASS_TOKENS:
                     break
-                longest = room if outputs and queue.paced else None
+                longest = room if outputs and queue.online else None
                 request = queue.pop(longest) if len(batch.active) < len(batch.slots) else None
                 if request is None:
                     break
@@ -153,7 +153,7 @@ class Engine:
             first: PrefillResult | None = None
             try:
                 next(reading)
-                while not queue.paced:
+                while not queue.online:
                     next(reading)
             except StopIteration as done:
                 first = done.value
@@ -163,7 +163,7 @@ class Engine:
                 room -= max(PASS_TOKENS, int(batch.commit.first_row[slot]))  # the rows of its prompt
                 outputs.append(batch.join(slot, first, cached=cached))
                 self._finish_requests(batch)  # the sequence may have finished with its first token
-            if queue.paced and first is None:
+            if queue.online and first is None:
                 break
         return outputs
 

@@ -22,7 +22,7 @@ from paceline.core.types import (
     RoundResult,
     SamplingTensors,
 )
-from paceline.engine.adaptive import Pace
+from paceline.engine.adaptive import DraftLengthPolicy
 from paceline.engine.batch import Slot
 from paceline.engine.fit import DraftFit
 
@@ -64,7 +64,7 @@ class Rounds:
     drafter    of all plans
     plans      by draft length, for requests without logits rules or predictions
     slots      the request of every slot, or None; shared with the engine
-    pace       chooses the draft length in every round; None = there is one
+    policy       chooses the draft length in every round; None = there is one
     rest       several plain steps, in place of length 0 while every sequence has positions for them
     on_host    makes the plan for batches in which a request is decided on the host, at its first call; None = none may
     predicted  the same for batches in which a request has a prediction
@@ -77,14 +77,14 @@ class Rounds:
         plans: Mapping[int, RoundPlan],
         slots: Sequence[Slot | None] = (),
         *,
-        pace: Pace | None = None,
+        policy: DraftLengthPolicy | None = None,
         rest: RoundPlan | None = None,
         on_host: Callable[[], RoundPlan] | None = None,
         predicted: Callable[[], RoundPlan] | None = None,
         fit: DraftFit | None = None,
     ) -> None:
         self.fit = fit
-        self.drafter, self.plans, self.rest, self._slots, self._pace = drafter, dict(plans), rest, slots, pace
+        self.drafter, self.plans, self.rest, self._slots, self._policy = drafter, dict(plans), rest, slots, policy
         self._usual = next(reversed(self.plans.values()))
         self.verifier = self._usual.verifier  # any: prefill, finish and moves are the same for all
         self.on_host = None if on_host is None else cache(on_host)
@@ -104,14 +104,14 @@ class Rounds:
         if seated is not None and seated.request.drafter is not None:
             self.drafter.restrict(slot, seated.request.drafter)
         first = yield from self.verifier.prefill(slot, prompt, sampling)
-        deferred = self._pace is not None and self._pace.resting and self.drafter.defer_request(slot, prompt)
+        deferred = self._policy is not None and self._policy.resting and self.drafter.defer_request(slot, prompt)
         if deferred:
             self._behind = True
         else:
             yield from self.drafter.read_request(slot, prompt, first.features)
         self._seated.add(slot)
-        if self._pace is not None:
-            self._pace.begin(slot, unread=deferred)
+        if self._policy is not None:
+            self._policy.begin(slot, unread=deferred)
         return first
 
     def finish_request(self, slot: int) -> None:
@@ -132,8 +132,8 @@ class Rounds:
         if slot in self._seated:
             self._seated.remove(slot)
             self._seated.add(to)
-        if self._pace is not None:
-            self._pace.move(slot, to)
+        if self._policy is not None:
+            self._policy.move(slot, to)
 
     def _requests_changed(self) -> None:
         requests = [slot.request for slot in self._slots if slot is not None]
@@ -152,8 +152,8 @@ class Rounds:
         length, early = None, None
         if plan is None:
             plan = self._special or self._usual
-            if self._pace is not None and self._special is None:
-                length, limits = self._pace.choose(limits, self._seated)
+            if self._policy is not None and self._special is None:
+                length, limits = self._policy.choose(limits, self._seated)
                 plan = self.plans[length]
                 if length == 0 and self.rest is not None and all(limits.max_accept[slot] for slot in self._seated):
                     plan = self.rest
@@ -194,8 +194,8 @@ class Rounds:
         result = RoundResult(commit, reports, middle - begin, end - middle, length)
         if self.fit is not None and not self.fit.judged and self._special is None:
             self.fit.learn(result, fused=fused is not None)
-        if length is not None and self._pace is not None:
-            self._pace.learn(length, result, limits, early=early is not None)
+        if length is not None and self._policy is not None:
+            self._policy.learn(length, result, limits, early=early is not None)
         return result
 
 

@@ -38,20 +38,20 @@ log = logging.getLogger("paceline")
 class Policy:
     """Drafters and their draft length.
 
-    drafters  names of recorded drafters, or text drafters in the grammar of drafts; several: the first one with a
-              proposal drafts; none: plain decoding
-    k         depth; None = as recorded
-    nodes     nodes of a recorded static tree to keep; None = all
-    confidence  threshold of the recorded draft models, replacing their own; None = their own
-    ladder    depths to choose among in every round, by measured times, instead of ``k``; the last is the maximum
-    shadow_every  of a choice among the drafters, by accepted tokens only (`paceline.draft.choice`); None = not a choice
+    drafters       names of recorded drafters, or text drafters in the grammar of drafts; several: the first with a
+                   proposal drafts; none: plain decoding
+    k              depth; None = as recorded
+    nodes          nodes of a recorded static tree to keep; None = all
+    confidence     threshold of the recorded draft models, replacing their own; None = their own
+    draft_lengths  depths to choose among in every round, by measured times, not ``k``; the last is the maximum
+    shadow_every   of a choice among the drafters, by accepted tokens only (`paceline.draft.choice`); None = no choice
     """
 
     drafters: tuple[str, ...]
     k: int | None = None
     nodes: tuple[int, ...] | None = None
     shadow_every: int | None = None
-    ladder: tuple[int, ...] = ()
+    draft_lengths: tuple[int, ...] = ()
     confidence: float | None = None
     competes: bool = False
 
@@ -74,8 +74,8 @@ class Policy:
     @property
     def label(self) -> str:
         depth = "" if self.k is None else f" k={self.k}"
-        if self.ladder:
-            depth = f" k={','.join(map(str, self.ladder))}" + (", competing" if self.competes else "")
+        if self.draft_lengths:
+            depth = f" k={','.join(map(str, self.draft_lengths))}" + (", competing" if self.competes else "")
         tree = "" if self.nodes is None else f" nodes {','.join(map(str, self.nodes))}"
         sure = "" if self.confidence is None else f" confidence {self.confidence:.4g}"
         return self.name + depth + tree + sure
@@ -171,8 +171,8 @@ def ask(
     Raises:
         ConfigurationError: the trace has no answer, or none of its rounds was timed.
     """
-    if policy.ladder:
-        return _ask_ladder(trace, policy, batch_size=batch_size, times=times)
+    if policy.draft_lengths:
+        return _ask_adaptive(trace, policy, batch_size=batch_size, times=times)
     replayed = replay(trace, drafter_of(trace, policy), batch_size=batch_size, grouped=grouped)
     seconds = None
     if times is not None:
@@ -183,7 +183,7 @@ def ask(
     return PolicyResult(policy, batch_size, replayed, seconds)
 
 
-def _ask_ladder(trace: Trace, policy: Policy, *, batch_size: int, times: RoundTimes | None) -> PolicyResult:
+def _ask_adaptive(trace: Trace, policy: Policy, *, batch_size: int, times: RoundTimes | None) -> PolicyResult:
     """Depths chosen by the engine's controller. A shorter proposal takes a round's time all the same; where requests
     compete for rows, a row that is not verified saves what one more request of plain decoding costs.
     """
@@ -191,11 +191,12 @@ def _ask_ladder(trace: Trace, policy: Policy, *, batch_size: int, times: RoundTi
         raise ConfigurationError("k: expected times of rounds with adaptive lengths, got none; give them (--times)")
     name = policy.name
     seconds = {
-        k: times.seconds(name, k, batch_size) if k else times.seconds(PLAIN, 0, batch_size) for k in policy.ladder
+        k: times.seconds(name, k, batch_size) if k else times.seconds(PLAIN, 0, batch_size)
+        for k in policy.draft_lengths
     }
     verify = partial(times.seconds, PLAIN, 0) if policy.competes else None
-    drafter = drafter_of(trace, replace(policy, k=policy.ladder[-1], ladder=()))
-    replayed = replay(trace, drafter, batch_size=batch_size, ladder=seconds, rows=verify)
+    drafter = drafter_of(trace, replace(policy, k=policy.draft_lengths[-1], draft_lengths=()))
+    replayed = replay(trace, drafter, batch_size=batch_size, draft_lengths=seconds, rows=verify)
     return PolicyResult(policy, batch_size, replayed, replayed.seconds + times.prefill * len(trace.texts))
 
 

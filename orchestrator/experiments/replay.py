@@ -29,7 +29,7 @@ from paceline.core.types import (
     SamplingTensors,
 )
 from paceline.draft.choice import shortened_of
-from paceline.engine.adaptive import DraftLengthController, Pace
+from paceline.engine.adaptive import DraftLengthController, DraftLengthPolicy
 from paceline.engine.batch import RoundShape
 from paceline.engine.engine import Engine, ListQueue
 from paceline.engine.request import Request
@@ -46,7 +46,7 @@ class Replayed:
     """Simulated outcome of a policy: statistics of a call without times, and the acceptance of every sequence.
 
     rounds   for every round of the batch, the number of slots that took part and the deepest proposal
-    seconds  assumed time of all rounds; 0 without a ladder
+    seconds  assumed time of all rounds; 0 without draft lengths
     """
 
     statistics: Statistics
@@ -64,16 +64,16 @@ def replay(
     drafter: Drafter,
     *,
     batch_size: int = 1,
-    ladder: Mapping[int, float] | None = None,
+    draft_lengths: Mapping[int, float] | None = None,
     rows: Callable[[int], float] | None = None,
     grouped: bool = False,
 ) -> Replayed:
     """Decode the sequences of a trace with a drafter that needs no model.
 
-    ladder   depths with the seconds of a round, to choose from in every round as with ``k="auto"``; but while drafting
-             pauses, each plain step is a round
-    grouped  start a group of ``batch_size`` sequences only when the one before it has ended, as ``experiment run``
-             does; else a sequence starts as soon as a slot is free, as in one call with all of them and in ``serve``
+    draft_lengths  depths with the seconds of a round, to choose from in every round as with ``k="auto"``; but while
+                   drafting pauses, each plain step is a round
+    grouped        start a group of ``batch_size`` sequences only when the one before it has ended, as ``experiment
+                   run`` does; else a sequence starts as soon as a slot is free, as in one call and in ``serve``
 
     Raises:
         ConfigurationError: the drafter does not support one of the depths.
@@ -83,15 +83,15 @@ def replay(
     target = RecordedTarget(texts, end)
     seen: list[tuple[int, int]] = []
     width = drafter.draft_shape.depth + 1
-    pace = None if ladder is None else _AssumedPace(ladder, rows, batch_size)
-    if ladder is None:
+    policy = None if draft_lengths is None else _AssumedPolicy(draft_lengths, rows, batch_size)
+    if draft_lengths is None:
         rounds = _CountedRounds(drafter, {width - 1: RoundPlan(drafter, target, width)}, seen)
     else:
         plans = {
             depth: RoundPlan(shortened_of(drafter, depth) if depth else drafter, target, width, drafts=depth > 0)
-            for depth in sorted(ladder)
+            for depth in sorted(draft_lengths)
         }
-        rounds = _CountedRounds(drafter, plans, seen, pace=pace)
+        rounds = _CountedRounds(drafter, plans, seen, policy=policy)
     shape = RoundShape(width - 1, width, drafter.max_positions, trace.kv_buckets)
     engine = Engine([None] * batch_size, rounds, shape)
     requests = [
@@ -106,7 +106,7 @@ def replay(
             outputs[output.index].append(output)
     lengths = [sum(len(output.tokens) for output in row) for row in outputs]
     assert lengths == [len(text.tokens) for text in texts], "a replay has the recorded texts"
-    total = 0.0 if pace is None else pace.total
+    total = 0.0 if policy is None else policy.total
     return Replayed(statistics, tuple(map(Acceptance.of, outputs)), tuple(seen), total)
 
 
@@ -114,9 +114,14 @@ class _CountedRounds(Rounds):
     """Records the number of slots in every round, and the depth of its proposals."""
 
     def __init__(
-        self, drafter: Drafter, plans: Mapping[int, RoundPlan], seen: list[tuple[int, int]], *, pace: Pace | None = None
+        self,
+        drafter: Drafter,
+        plans: Mapping[int, RoundPlan],
+        seen: list[tuple[int, int]],
+        *,
+        policy: DraftLengthPolicy | None = None,
     ) -> None:
-        super().__init__(drafter, plans, pace=pace)
+        super().__init__(drafter, plans, policy=policy)
         self._seen = seen
 
     def __call__(
@@ -127,7 +132,7 @@ class _CountedRounds(Rounds):
         return result
 
 
-class _AssumedPace(Pace):
+class _AssumedPolicy(DraftLengthPolicy):
     """Learns from assumed times of rounds of each length and number of rows; ``total``: seconds of all so far."""
 
     def __init__(

@@ -87,7 +87,7 @@ class SharedEngine:
     failure    why the last round failed, unless a request caused it; None again after a successful round
     """
 
-    paced = True
+    online = True
 
     def __init__(self, generator: SpeculativeGenerator, *, max_waiting: int | None = None) -> None:
         self.generator, self._max_waiting = generator, max_waiting

@@ -98,9 +98,9 @@ class Row:
     drafts: bool = True
 
     @property
-    def ladder(self) -> bool:
+    def adaptive_k(self) -> bool:
         """Whether it can be had at several depths at once."""
-        can = DRAFTERS[self.of].ladder
+        can = DRAFTERS[self.of].adaptive_k
         return can == "all" or (can == "chains" and len(self.depths) > 1)
 
 

@@ -210,14 +210,14 @@ def kept(part: object) -> int:
 def test_draft_length_may_change_in_every_round(make: Make, row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
     """At random, off and on again: no gap is left and no token changes. What has one depth says so."""
     monkeypatch.setattr("paceline.build.DraftLengthController", AnyLength)
-    if not row.ladder:
+    if not row.adaptive_k:
         if row.drafts:
             with pytest.raises(ConfigurationError, match=r"k: expected one number, since .*(depth|draft length)"):
                 run(make((0, 1, row.depths[-1]))[0], PROMPTS, {})
         return
     generator, target = make(DRAFT_LENGTHS)
     for setting, exact in ((SETTINGS["greedy"], True), (SETTINGS["hot"], True), (SETTINGS["hot"], False)):
-        rebuild(generator, exact=exact)  # else every rung has commits of its own width
+        rebuild(generator, exact=exact)  # else every length has commits of its own width
         long = {**setting, "max_new_tokens": 20}
         assert texts(run(generator, PROMPTS, long)) == plain(target, PROMPTS, long)
         assert len(set(generator.statistics.draft_lengths)) > 2

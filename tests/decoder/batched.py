@@ -75,7 +75,7 @@ def generator(
 class Arrivals:
     """A `paceline.engine.engine.RequestQueue` whose last request comes a little after all others but one have ended."""
 
-    paced = False
+    online = False
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self._waiting, self._others, self._asked, self.ended = list(requests), len(requests) - 1, 0, 0

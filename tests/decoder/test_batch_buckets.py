@@ -77,4 +77,4 @@ def test_a_number_gives_powers_of_two_and_a_list_is_kept(size: int | list[int], 
 def test_kernels_that_skip_idle_slots_have_one_graph(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TorchKernels, "skips_padding", True)
     target = fresh(workshop.checkpoint(), backend="eager", batch_size=4)
-    assert target.batch_buckets == (4,) and [target.lines_for(used) for used in (1, 2, 4, None)] == [0] * 4
+    assert target.batch_buckets == (4,) and [target.batch_for(used) for used in (1, 2, 4, None)] == [0] * 4

@@ -230,7 +230,7 @@ def test_drafters_without_a_proposal_for_the_warmup_have_their_graphs_built(
 @pytest.mark.parametrize("k", [3, (0, 2)])
 def test_a_list_may_hold_a_drafter_that_proposes_nothing(names: list[object], k: int | tuple[int, ...]) -> None:
     if isinstance(k, tuple) and "ngram" not in names:
-        pytest.skip("a ladder needs a drafter that deep")
+        pytest.skip("a lengths needs a drafter that deep")
     plain = TableDecoder(TARGET).sample([PROMPTS[0]], max_new_tokens=20)
     maker = SpeculativeGenerator(names, TableDecoder(TARGET), k=k)  # type: ignore[arg-type]
     assert torch.equal(maker.sample([PROMPTS[0]], max_new_tokens=20), plain)

@@ -117,7 +117,7 @@ def excluded(two: Mapping[str, str]) -> bool:
         if two.get("ranks") == "2 ranks":  # who drafts in no graph of the target does there what he does elsewhere
             return not DRAFTERS[row.of].fused and two["drafter"] not in ("none", "ngram")
         if two.get("depth") == "several":
-            return not row.ladder
+            return not row.adaptive_k
         if two.get("depth") == "least":
             return len(row.depths) == 1
         if two.get("round") == "two graphs":

@@ -211,14 +211,14 @@ def test_an_adaptive_length_follows_its_times(workshop: Workshop, tmp_path: Path
         home = Home(workshop, tmp_path, stack, 1)
         trace = recorded(SpeculativeGenerator(home.target.sibling(), home.target, k=4), long)
     times = RoundTimes({("none", 0, 1): 1.0, ("it", 1, 1): 1.0 + slope, ("it", 4, 1): 1.0 + 4 * slope})
-    answer = ask(trace, Policy(("it",), ladder=(0, 1, 4)), times=times)
+    answer = ask(trace, Policy(("it",), draft_lengths=(0, 1, 4)), times=times)
     lengths = answer.replayed.statistics.draft_lengths
     assert Counter(lengths).most_common(1)[0][0] == best and len(set(lengths)) == 3
     fixed = [ask(trace, Policy(("it",), k), times=times).seconds or 0 for k in (1, 4)]
     fixed.append(ask(trace, Policy(()), times=times).seconds or 0)
     assert min(fixed) <= (answer.seconds or 0) < sorted(fixed)[1]
     with pytest.raises(ConfigurationError, match="--times"):
-        ask(trace, Policy(("it",), ladder=(0, 4)))
+        ask(trace, Policy(("it",), draft_lengths=(0, 4)))
 
 
 def test_requests_that_compete_for_rows_take_the_time_that_is_known_by_hand() -> None:
@@ -234,7 +234,7 @@ def test_requests_that_compete_for_rows_take_the_time_that_is_known_by_hand() ->
     it = RecordedDrafter("it", "it", 1, None, False, None, True, drafts)
     trace = Trace("table", "0", {}, (1024,), 10, tuple(texts), (it,), {})
     times = RoundTimes({("none", 0, 1): 2.0, ("none", 0, 2): 3.0, ("it", 1, 2): 5.25})
-    policy = Policy(("it",), ladder=(0, 1), competes=True)
+    policy = Policy(("it",), draft_lengths=(0, 1), competes=True)
     answer = ask(trace, policy, batch_size=2, times=times)
     first, second = (one.num_drafts for one in answer.replayed.requests)
     assert first > 0.9 * rounds and second < 0.15 * rounds, "a request that does not profit gets a row seldom, to see"

@@ -341,7 +341,7 @@ def test_compiling_ahead_makes_the_graphs_of_every_bucket(
     made = batched.generator(workshop, "eagle 3, chain", tmp_path / "heads", backend="neuron", buckets=[1, 4])
     made.compile(kinds=["greedy"])
     before = [graph.key for graph, _ in made.target.graphs()]
-    assert {key.lines for key in before if key.is_round} == {0, 1}
+    assert {key.batch for key in before if key.is_round} == {0, 1}
     assert [key.kind for key in before].count("move") == 2  # of the target and of its head
     batched.texts(made, "greedy")
     assert [graph.key for graph, _ in made.target.graphs()] == before

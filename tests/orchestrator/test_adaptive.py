@@ -12,7 +12,7 @@ from paceline import DRAFT_LENGTHS, SpeculativeGenerator
 from paceline.core.errors import ConfigurationError, SamplingError
 from paceline.core.types import PAD, Commit
 from paceline.decoder.decoder import CompiledDecoder
-from paceline.engine.adaptive import DraftLengthController, Pace
+from paceline.engine.adaptive import DraftLengthController, DraftLengthPolicy
 from paceline.engine.rounds import fitted
 from tests.decoder.tiny import Workshop
 from tests.fakes import Checked, TableDecoder, near, rebuild, table
@@ -30,22 +30,22 @@ class Told(DraftLengthController):
         return self.plan.pop(0)
 
     def record(
-        self, rung: int, *, requested: list[int], accepted: list[int], seconds: float | None, rows: int = 0
+        self, length: int, *, requested: list[int], accepted: list[int], seconds: float | None, rows: int = 0
     ) -> None:
-        self.heard.append((rung, seconds is not None))
+        self.heard.append((length, seconds is not None))
 
 
 def test_catch_up_time_is_not_counted_for_a_draft_length() -> None:
-    pace = Told((0, 2))
-    pace.plan, pace.heard = [2, 2, 0, 0, 2, 2, 0, 2], []
+    policy = Told((0, 2))
+    policy.plan, policy.heard = [2, 2, 0, 0, 2, 2, 0, 2], []
 
     maker = Checked(TableDecoder(DRAFT), TableDecoder(TARGET), k=(0, 2))
-    rebuild(maker, controller=pace)
+    rebuild(maker, controller=policy)
     stream = maker.stream([[1, 2, 3]], max_new_tokens=60)
-    while pace.plan:
+    while policy.plan:
         next(stream)
     stream.close()
-    timed = [rung == 0 or late for rung, late in pace.heard]
+    timed = [length == 0 or late for length, late in policy.heard]
     assert timed[:8] == [True, True, True, True, False, True, True, False]
 
 
@@ -114,15 +114,15 @@ class Late(DraftLengthController):
 @pytest.mark.parametrize("fused", [None, False])
 def test_a_draft_reads_no_prompt_before_drafts_are_wanted(fused: bool | None) -> None:
     own = {"slots": 2, "kv_buckets": (32, 64)}
-    draft, pace = TableDecoder(TARGET, **own), Late((0, 2))
-    maker, pace.draft = Checked(draft, TableDecoder(TARGET, **own), k=(0, 2), fused=fused), draft
-    rebuild(maker, controller=pace)
-    pace._length, before = 0, draft.body.forwards
-    maker.engine.rounds._inner._pace.at(2)
+    draft, policy = TableDecoder(TARGET, **own), Late((0, 2))
+    maker, policy.draft = Checked(draft, TableDecoder(TARGET, **own), k=(0, 2), fused=fused), draft
+    rebuild(maker, controller=policy)
+    policy._length, before = 0, draft.body.forwards
+    maker.engine.rounds._inner._policy.at(2)
     made = maker.sample(PROMPTS, max_new_tokens=40, return_dict=True)
     assert torch.equal(made.sequences, TableDecoder(TARGET, **own).sample(PROMPTS, max_new_tokens=40))
     assert made.statistics.num_accepted_tokens == made.statistics.num_draft_tokens > 0
-    assert before == pace.read[8] < pace.read[9]
+    assert before == policy.read[8] < policy.read[9]
 
 
 def test_a_commit_too_wide_for_a_draft_length_is_split() -> None:
@@ -196,12 +196,12 @@ def test_pauses_run_several_plain_steps_unless_the_context_is_full() -> None:
 def test_the_controller_is_selected_by_the_batch_fill(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
 
-    def at(controllers: Pace, seated: int) -> DraftLengthController:
+    def at(controllers: DraftLengthPolicy, seated: int) -> DraftLengthController:
         seen.append(seated)
         return real(controllers, seated)
 
-    real = Pace.at
-    monkeypatch.setattr(Pace, "at", at)
+    real = DraftLengthPolicy.at
+    monkeypatch.setattr(DraftLengthPolicy, "at", at)
     maker = Checked(TableDecoder(DRAFT, slots=4), TableDecoder(TARGET, slots=4), k=DRAFT_LENGTHS)
     plain = TableDecoder(TARGET, slots=4)
     for prompts in (PROMPTS[:1], PROMPTS[:2], PROMPTS):

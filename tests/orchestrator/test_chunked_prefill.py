@@ -63,9 +63,9 @@ class TimedByChunks:
 
 
 class Arrivals:
-    """A queue in which requests appear at their times. ``paced``: a caller waits for every token."""
+    """A queue in which requests appear at their times. ``online``: a caller waits for every token."""
 
-    paced = True
+    online = True
 
     def __init__(self, requests: Sequence[tuple[float, Request]], clock: Clock) -> None:
         self._waiting, self._clock, self.aborted = deque(requests), clock, list[int]()
@@ -171,7 +171,7 @@ def test_rounds_between_chunks_keep_the_prefill_bitwise_identical(
     But for the first rows, which an idle slot writes over.
     """
     rows = []
-    for paced in (False, True):
+    for online in (False, True):
         one_graph = [2]  # of all slots: no request moves, and the rows of the second stay where they are
         target = fresh(workshop.checkpoint(), batch_size=one_graph)
         draft = fresh(workshop.checkpoint("draft"), batch_size=one_graph) if mode == "model" else None
@@ -184,7 +184,7 @@ def test_rounds_between_chunks_keep_the_prefill_bitwise_identical(
             for one in asked(made, [text], max_new_tokens=new, **params)
         ]
         queue = Arrivals([(0.0, one) for one in requests], Clock())
-        queue.paced = paced  # type: ignore[misc]
+        queue.online = online  # type: ignore[misc]
         outputs = [output for step in made.steps(queue) for output in step]
         texts = [[t for one in outputs if one.index == i for t in one.tokens] for i in (0, 1)]
         caches: list[Tensor] = [one[1, :, 16:105].clone() for pair in target.body.caches for one in pair]

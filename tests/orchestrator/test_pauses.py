@@ -60,7 +60,7 @@ class Clock:
 class Arrivals:
     """A queue of requests, each with an arrival time; a caller waits for every token."""
 
-    paced = True
+    online = True
 
     def __init__(self, clock: Clock, requests: list[tuple[int, Request]]) -> None:
         self._clock, self._waiting = clock, requests

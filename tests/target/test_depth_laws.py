@@ -11,7 +11,7 @@ from paceline.core.protocols import Drafter
 from paceline.core.sampling import Sampling
 from paceline.core.types import DraftShape
 from paceline.draft.retokenizing import RetokenizingDrafter, TokenizerPair
-from paceline.engine.adaptive import DraftLengthController, Pace
+from paceline.engine.adaptive import DraftLengthController, DraftLengthPolicy
 from paceline.engine.rounds import RoundPlan, Rounds
 from paceline.target.verifier import CompiledVerifier
 from tests.fakes import TableDecoder, joint, misfit, table
@@ -36,7 +36,7 @@ class Dice(DraftLengthController):
 def many_depths(source: Drafter, target: TableDecoder, rule: AcceptanceRule) -> Rounds:
     """Draft lengths in turn, each with a verifier and commits of that width; requests compete for rows."""
     target.body.skips_idle = True
-    rungs = {
+    lengths = {
         depth: RoundPlan(
             source.shortened(depth) if depth else source,
             CompiledVerifier(target, DraftShape.chain(depth), rule=rule, wide=False),
@@ -45,11 +45,11 @@ def many_depths(source: Drafter, target: TableDecoder, rule: AcceptanceRule) -> 
         )
         for depth in (0, 1, 2, K)
     }
-    pace = Pace(Dice((0, 1, 2, K)), competes=True)
-    rounds = Rounds(source, rungs, pace=pace)
+    policy = DraftLengthPolicy(Dice((0, 1, 2, K)), competes=True)
+    rounds = Rounds(source, lengths, policy=policy)
     for slot in range(target.batch_size):
         rounds._seated.add(slot)
-        pace.begin(slot)
+        policy.begin(slot)
     return rounds
 
 

@@ -78,11 +78,11 @@ def test_tokens_with_trees_equal_eager(workshop: Workshop) -> None:
 @pytest.mark.parametrize("fused", [None, False])
 def test_adaptive_draft_lengths_keep_the_tokens(workshop: Workshop, fused: bool | None) -> None:
     """Chosen draft lengths depend on time and change no token; each is tried at first."""
-    ladder, setting = (0, 1, 3), SETTINGS["sampled"]
+    lengths, setting = (0, 1, 3), SETTINGS["sampled"]
     wanted = tokens(workshop.pair(backend="eager", slots=SLOTS)[1], **setting)
-    generator = SpeculativeGenerator(*workshop.pair(backend="xla", slots=SLOTS), k=ladder, fused=fused)
+    generator = SpeculativeGenerator(*workshop.pair(backend="xla", slots=SLOTS), k=lengths, fused=fused)
     assert tokens(generator, **setting) == wanted
-    assert set(generator.statistics.draft_lengths) == set(ladder)
+    assert set(generator.statistics.draft_lengths) == set(lengths)
 
 
 def test_typical_acceptance_equals_eager(workshop: Workshop, tmp_path: Path) -> None:

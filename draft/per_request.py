@@ -57,7 +57,7 @@ class _PredictedText:
         return tokens[: tokens.index(_BORDER)] if _BORDER in tokens else tokens
 
 
-class RowDrafter(Drafter):
+class PerRequestDrafter(Drafter):
     """Wrapper around another drafter.
 
     slots        the sequence of every slot, or None; shared with the engine
