@@ -45,8 +45,11 @@ proposed, are not longer, and a graph of 64 rows takes about three times as long
 """
 
 
-def _option(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
+def option(default: Any, text: str | None = None, **more: object) -> Any:
+    """Return a field with its text in the help of commands (None: no option of one). ``more``: ``names``, its flags if
+    they are not made of its name; ``envvar``, its environment variable.
+    """
+    return field(default=default, metadata={"help": text, **more})
 
 
 @contextmanager
@@ -76,41 +79,41 @@ class LoadOptions:
     fields. A list becomes a tuple; a value that is unknown or out of range is a ConfigurationError.
     """
 
-    backend: str = _option("native", f"Backend that runs the model: {', '.join(BACKENDS)}.")
-    amp: str = _option("bf16", "Number format of weights and cache: bf16, f16 or f32.")
-    batch_size: int | Sequence[int] = _option(
+    backend: str = option("native", f"Backend that runs the model: {', '.join(BACKENDS)}.")
+    amp: str = option("bf16", "Number format of weights and cache: bf16, f16 or f32.")
+    batch_size: int | Sequence[int] = option(
         1,
         "Number of requests decoded at the same time. Backends that compute idle slots (all but native) have "
         "separate graphs for the first 1, 2, 4, ... slots (Neuron: a quarter of them); an ascending list sets these "
         "numbers.",
     )
-    n_positions: int | Sequence[int] | None = _option(
+    n_positions: int | Sequence[int] | None = option(
         None,
         "Maximum number of tokens of a sequence, prompt included. Default: the model's. The cache length has "
         "buckets 128, 256, ... up to it (Neuron: a quarter of it, and it); an ascending list sets them.",
     )
-    context_length_estimate: Sequence[int] | int | None = _option(
+    context_length_estimate: Sequence[int] | int | None = option(
         None, "Number of tokens of a prefill graph, or several. Default: 64 and 256."
     )
-    tp_degree: int = _option(
+    tp_degree: int = option(
         1,
         "Tensor-parallel degree: number of ranks that each model is sharded over; above 1 with eager, neuron and "
         "neuron-native.",
     )
-    group_query_attention: GQA | str | None = _option(  # noqa: RUF009  # like the others
+    group_query_attention: GQA | str | None = option(  # noqa: RUF009  # like the others
         None,
         "Sharding of K/V heads: shard-over-heads, replicated-heads or all-gather-heads. Default: shard-over-heads "
         "where they divide evenly, else replicated-heads.",
     )
-    quantization: str | None = _option(
+    quantization: str | None = option(
         None,
         f"Format of the weight matrices: {', '.join(item.value for item in WeightFormat)}, or gguf to keep a GGUF "
         "file's. Default: the format of amp.",
     )
-    kv_cache_dtype: str | None = _option(
+    kv_cache_dtype: str | None = option(
         None, "Format of keys and values: int8, fp8_e4m3 or fp8_e5m2. Default: the format of amp."
     )
-    modules_to_not_convert: Sequence[str] = _option(
+    modules_to_not_convert: Sequence[str] = option(
         (),
         "Matrices that quantization leaves alone: lm_head, embed_tokens or both (tied ones always together). "
         "Default: none.",

@@ -9,8 +9,8 @@ from paceline.core import tree
 from paceline.core.errors import ConfigurationError
 from paceline.core.types import DraftShape
 from paceline.decoder.models.config import ModelConfig
-from paceline.decoder.options import LoadOptions
-from paceline.heads.options import Wanted, option
+from paceline.decoder.options import LoadOptions, option
+from paceline.heads.options import Wanted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,8 +24,9 @@ from typing import Any
 from paceline.core.errors import CheckpointError, ConfigurationError, MissingWeightsError
 from paceline.decoder.json_fields import Fields
 from paceline.decoder.models.config import ModelConfig, RopeConfig
+from paceline.decoder.options import option
 from paceline.heads.layouts import LayerSizes, check_target, layer_ids, read_config
-from paceline.heads.options import DraftTraining, option
+from paceline.heads.options import DraftTraining
 
 log = logging.getLogger("paceline")
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass
 
 from paceline.core.errors import ConfigurationError
+from paceline.decoder.options import option
 
 EVAL_SAMPLES = "Number of sequences to evaluate on, which are not trained on."
 
@@ -14,11 +14,6 @@ TEXTS_PER_FILE = 64
 """Sequences whose hidden states are kept in one file."""
 
 _GIGABYTE = 1e9
-
-
-def option(default: Any, text: str, *, names: tuple[str, ...] = ()) -> Any:
-    """Return a field with its text in the help of commands, and its flags if they are not made of its name."""
-    return field(default=default, metadata={"help": text, "names": names})
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.core.errors import ConfigurationError, UnknownArchitectureError
+from paceline.decoder.options import option
 from paceline.heads.layouts import HeadKeys, read_config
-from paceline.heads.options import TextOptions, TrainingOptions, option
+from paceline.heads.options import TextOptions, TrainingOptions
 
 # Every key of heads; other keys are allowed in the target's file with these added.
 _KEYS = HeadKeys("Medusa heads", {"medusa_num_heads", "medusa_num_layers", "medusa_tied_projection"}, begin="medusa")

@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING
 from paceline.core.errors import CheckpointError, UnknownArchitectureError
 from paceline.decoder.json_fields import Fields
 from paceline.decoder.models.blueprint import LLAMA_NAMES, Blueprint, Names
-from paceline.decoder.models.family import Family, Fused, Key, activation, flag, rows_of, share_rotated, windows
+from paceline.decoder.models.family import (
+    Family,
+    Fused,
+    Key,
+    activation,
+    flag,
+    parts_of,
+    rows_of,
+    share_rotated,
+    windows,
+)
 
 if TYPE_CHECKING:
     from paceline.decoder.models.config import ModelConfig
@@ -16,11 +26,6 @@ if TYPE_CHECKING:
 
 _MLP_OF_FOUR = {"up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h"}
 _TWO_NORMS = {"norm": "input_layernorm", "mlp norm": "post_attention_layernorm"}
-
-
-def _parts(pattern: str, parts: str = "qkv") -> dict[str, str]:
-    """Names of parts that differ in one letter."""
-    return {part: pattern.format(part) for part in parts}
 
 
 def _inner_of_four(config: Fields) -> int:
@@ -113,7 +118,7 @@ _GPT_NEO = Family(
         "transformer.h.{i}.",
         {
             "norm": "ln_1",
-            **_parts("attn.attention.{}_proj"),
+            **parts_of("attn.attention.{}_proj"),
             "out": "attn.attention.out_proj",
             "mlp norm": "ln_2",
             "up": "mlp.c_fc",
@@ -140,7 +145,7 @@ _GPTJ = Family(
         "transformer.h.{i}.",
         {
             "norm": "ln_1",
-            **_parts("attn.{}_proj"),
+            **parts_of("attn.{}_proj"),
             "out": "attn.out_proj",
             "up": "mlp.fc_in",
             "down": "mlp.fc_out",
@@ -300,7 +305,7 @@ _OPT = Family(
         "model.decoder.layers.{i}.",
         {
             "norm": "self_attn_layer_norm",
-            **_parts("self_attn.{}_proj"),
+            **parts_of("self_attn.{}_proj"),
             "out": "self_attn.out_proj",
             "mlp norm": "final_layer_norm",
             "up": "fc1",
@@ -437,7 +442,7 @@ _PHI = Family(
         "model.layers.{i}.",
         {
             "norm": "input_layernorm",
-            **_parts("self_attn.{}_proj"),
+            **parts_of("self_attn.{}_proj"),
             "out": "self_attn.dense",
             "up": "mlp.fc1",
             "down": "mlp.fc2",

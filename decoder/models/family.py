@@ -146,6 +146,11 @@ def unturned_layers(config: Fields) -> tuple[bool, ...]:
     return tuple(not turns for turns in given)
 
 
+def parts_of(pattern: str, parts: str = "qkv") -> dict[str, str]:
+    """Names of parts that differ in one letter."""
+    return {part: pattern.format(part) for part in parts}
+
+
 def other_rope(change: Callable[[Fields, Fields], Mapping[str, object]]) -> Callable[[Fields], Mapping[str, object]]:
     """Keys made of a file and its rope settings, which "rope" replaces; the settings that count are the last ones."""
 

@@ -16,10 +16,10 @@ from paceline.core.errors import CheckpointError, ConfigurationError, PairingErr
 from paceline.core.types import DraftShape
 from paceline.decoder.json_fields import Fields
 from paceline.decoder.models.config import NEUTRAL, STANDARD, ModelConfig
-from paceline.decoder.options import MAX_WIDTH
+from paceline.decoder.options import MAX_WIDTH, option
 from paceline.draft.options import parse_draft_tree
 from paceline.heads.layouts import HeadKeys, LayerSizes, MustBe, check_target, head_format, layer_ids, read_config
-from paceline.heads.options import Wanted, option
+from paceline.heads.options import Wanted
 
 MarkovKind = Literal["vanilla", "gated", "rnn"]
 _OF = "a DFlash head"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 from paceline.core.errors import ConfigurationError
+from paceline.decoder.options import option
 from paceline.placement.planning.yaml_file import FORBID_EXTRA
 
 SpecMetrics = Literal["none", "summary", "detailed"]
@@ -17,11 +18,6 @@ DEFAULT_MAX_BODY = 1 << 20
 DEFAULT_STREAM_INTERVAL_MS = 40.0  # an engine's call of several rounds may take a thirtieth of a second
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
 MAX_STREAM_INTERVAL_MS = 1000.0  # more would not be a stream
-
-
-def _setting(default: Any, text: str | None = None, **option: object) -> Any:
-    """A field; with a help text `paceline serve` has it as an option. ``option``: its names and its variable."""
-    return field(default=default, metadata={"help": text, **option})
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,34 +41,34 @@ class ApiSettings:
         ConfigurationError: a value is out of range.
     """
 
-    api_keys: tuple[str, ...] = _setting(
+    api_keys: tuple[str, ...] = option(
         (),
         "API key that clients must send; repeatable. The environment variable does not show up in `ps`. "
         "Default: no key.",
         names=("--api-key",),
         envvar="PACELINE_API_KEY",
     )
-    max_body_bytes: int = _setting(DEFAULT_MAX_BODY, "Maximum size of a request body in bytes.")
-    max_sequence_tokens: int | None = _setting(
+    max_body_bytes: int = option(DEFAULT_MAX_BODY, "Maximum size of a request body in bytes.")
+    max_sequence_tokens: int | None = option(
         None, "Maximum number of tokens of a prompt and its output. Default: the model's positions."
     )
-    max_requests_per_key: int | None = _setting(
+    max_requests_per_key: int | None = option(
         None, "Maximum number of concurrent requests per API key; more get status 429. Default: no limit."
     )
-    request_timeout_s: float | None = _setting(None, "Maximum time of a request in seconds. Default: no limit.")
-    ping_s: float = _setting(15.0)
-    stream_interval_ms: float = _setting(
+    request_timeout_s: float | None = option(None, "Maximum time of a request in seconds. Default: no limit.")
+    ping_s: float = option(15.0)
+    stream_interval_ms: float = option(
         DEFAULT_STREAM_INTERVAL_MS,
         "Minimum interval between streamed chunks in milliseconds; 0 sends one per round.",
     )
-    spec_metrics: SpecMetrics = _setting(  # noqa: RUF009  # a field
+    spec_metrics: SpecMetrics = option(  # a field
         "summary",
         "Acceptance statistics in responses: none, summary or detailed.",
         names=("--per-request-spec-decode-metrics",),
     )
-    access_log: bool = _setting(True)
-    page: bool = _setting(True)
-    cors_origins: tuple[str, ...] = _setting(
+    access_log: bool = option(True)
+    page: bool = option(True)
+    cors_origins: tuple[str, ...] = option(
         (),
         "Origin whose pages may use the API, such as https://example.org, or * for any; repeatable. Default: none.",
         names=("--cors-origin",),
