@@ -129,11 +129,13 @@ def digest(shown: Shown) -> str:
 
 
 def stale(charts: Mapping[str, Shown], folder: Path) -> list[str]:
+    """Charts that are missing or show something else."""
     marks = {folder / file: digest(shown) for file, shown in charts.items()}
     return [path.name for path, mark in marks.items() if not path.is_file() or mark not in path.read_text()]
 
 
 def draw(charts: Mapping[str, Shown], folder: Path) -> None:
+    """Write the charts."""
     import matplotlib
 
     matplotlib.use("svg")

@@ -37,9 +37,6 @@ ENOUGH_TIMES = 3
 MARGIN = 1.03
 """Minimum gain of another length before it is chosen: switching because of noise costs more than it gains."""
 
-WORTH = 1.03
-"""Minimum gain of drafts over none: a drafter also reads prompts, and what it missed while drafting paused."""
-
 LEVEL_ROUNDS = 5
 """Rounds that determine the level of the machine's speed, which changes faster than the ``KEPT_TIMES`` of a length."""
 
@@ -313,7 +310,7 @@ class DraftLengthController:
             return untimed
         if self._length == 0 and self._rest.idle < self._rest.after:
             return 0  # nothing is learnt until then
-        rates = {k: self._best(k)[0] / (WORTH if k else 1) for k in draft_lengths}
+        rates = {k: self._best(k)[0] for k in draft_lengths}
         best = max(draft_lengths, key=rates.__getitem__)
         if self._length not in draft_lengths:  # only near an end
             return best

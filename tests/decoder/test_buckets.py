@@ -17,8 +17,7 @@ from paceline.decoder.kernels.protocol import CachePosition, Tree
 from paceline.decoder.kernels.torch_kernels import TorchKernels
 from paceline.draft.model import ModelDrafter
 from paceline.draft.vocab_map import VocabMap
-from tests.decoder.test_decoder import loaded
-from tests.decoder.tiny import Workshop
+from tests.decoder.tiny import Workshop, load
 from tests.equality.settings import SETTINGS, plain, run, texts
 
 
@@ -46,10 +45,10 @@ class Guard:
 def test_no_window_crosses_the_border_of_a_bucket(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     k, setting = 8, "hot and cut"
     options = {"batch_size": 2, "context_length_estimate": 8}
-    single = plain(loaded(workshop.checkpoint(), n_positions=[64], **options), SETTINGS[setting], new=100)
+    single = plain(load(workshop.checkpoint(), n_positions=[64], **options), SETTINGS[setting], new=100)
     assert {len(text) for text in single} == {64}
     draft, target = (
-        loaded(workshop.checkpoint(role), n_positions=[16, 32, 64], **options) for role in ("draft", "target")
+        load(workshop.checkpoint(role), n_positions=[16, 32, 64], **options) for role in ("draft", "target")
     )
     assert plain(target, SETTINGS[setting], new=100) == single
     guard = Guard(target)
@@ -67,7 +66,7 @@ def test_compile_makes_the_graphs_of_every_bucket(
 ) -> None:
     """A prompt of each length, and texts up to the last position, at any temperature: no graph is made any more."""
     draft, target = (
-        loaded(workshop.checkpoint(role), n_positions=[16, 32, 64], context_length_estimate=[4, 8])
+        load(workshop.checkpoint(role), n_positions=[16, 32, 64], context_length_estimate=[4, 8])
         for role in ("draft", "target")
     )
     generator = SpeculativeGenerator(draft, target, k=k, exact=exact, fused=fused)
@@ -83,7 +82,7 @@ def test_skipped_commits_are_read_in_small_graphs_from_any_row(
 ) -> None:
     """The model is not called while suffixes propose; then it reads a few tokens, for which 64 rows would be many."""
     options = {"n_positions": [32, 64, 128], "context_length_estimate": 64}
-    draft, target = (loaded(workshop.checkpoint(role), **options) for role in ("draft", "target"))
+    draft, target = (load(workshop.checkpoint(role), **options) for role in ("draft", "target"))
     prompts = [[3, 4, 5, 3, 4, 5, 3, 4], [7] * 30, list(range(20, 60))]
     single = [target.sample([prompt], max_new_tokens=60).tolist() for prompt in prompts]
     maker = SpeculativeGenerator(["suffix", (draft, 2)], target, k=6)

@@ -20,7 +20,7 @@ class Bare(ModelReplica):
     def __init__(self, *, failure: Exception | None = None, running: int = 0, timeout_s: float = 0.0) -> None:
         figures = SimpleNamespace(running=running, waiting=0)
         self.engine = SimpleNamespace(failure=failure, figures=lambda: figures, heartbeat=0)
-        self._target = SimpleNamespace(engine=self.engine)  # type: ignore[assignment]
+        self._engine = self.engine  # type: ignore[assignment]
         self._beat = module._Heartbeat(timeout_s)
 
 
