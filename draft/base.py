@@ -120,6 +120,7 @@ class FunctionDrafter(TextDrafter[list[int]]):
     """Calls ``function(tokens of the text) -> tokens`` for every sequence and round, to draft up to ``k`` tokens.
 
     The function may return any ids, or None for nothing: a chain ends at the first id that is out of range.
+    ConfigurationError: it cannot be called, or ``k`` is negative.
     """
 
     def __init__(self, function: Function, k: int) -> None:

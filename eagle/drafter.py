@@ -34,7 +34,9 @@ from paceline.heads.checkpoint import as_dtype, head_form, unless_equal
 
 
 class EagleDrafter(HeadDrafter):
-    """Drafts with an EAGLE head on a target's features."""
+    """Drafts with an EAGLE head on a target's features. PairingError: the head is for another target;
+    ConfigurationError: the draft tree does not fit.
+    """
 
     misfit_causes = (
         "layer ids that are a guess (set aux_layers); norms that the config.json does not tell; another base model, or "

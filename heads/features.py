@@ -365,9 +365,14 @@ class TrainingData:
         seed = options.seed
         return Conversations(target, mixed[: max(0, kept)], mixed[max(0, kept) :], longest=options.length, seed=seed)
 
+    @property
+    def marked(self) -> bool:
+        """Whether the texts tell which tokens are learnt, as conversations and hidden states do."""
+        return bool(self.texts) or self.states is not None
+
     def skip(self, options: CachedTextOptions) -> int:
         """Return the positions of a text that are not measured; in conversations the answers tell."""
-        return 0 if self.texts or self.states is not None else options.prompt_length
+        return 0 if self.marked else options.prompt_length
 
 
 def cut(stream: np.ndarray, count: int, length: int, *, seed: int) -> Tensor:

@@ -168,3 +168,11 @@ class MedusaTexts(TextOptions):
                 "temperature: expected 0 (greedy) or more, once or several times, got "
                 f"{list(self.temperature)}; correct it"
             )
+
+    def check_data(self, *, marked: bool) -> None:
+        """Raise ConfigurationError if continuations are asked for of data whose answers are ``marked``."""
+        if marked and self.self_distill_tokens:
+            raise ConfigurationError(
+                "self_distill_tokens: expected 0 for chats, traces and hidden states, whose answers are learnt, got "
+                f"{self.self_distill_tokens}; set it to 0, or give text"
+            )

@@ -158,13 +158,9 @@ def gather(target: FrozenTarget, data: TrainingData, texts: MedusaTexts, *, work
     Raises:
         ConfigurationError: there is too little data, or continuations of conversations are asked for.
     """
+    texts.check_data(marked=data.marked)
     corpus: Corpus | None = None
-    if data.texts or data.states is not None:
-        if texts.self_distill_tokens:
-            raise ConfigurationError(
-                "self_distill_tokens: expected 0 for chats, traces and hidden states, whose answers are learnt, got "
-                f"{texts.self_distill_tokens}; set it to 0, or give text"
-            )
+    if data.marked:
         options = CachedTextOptions(length=texts.length, prompt=texts.prompt, eval_samples=texts.eval_samples)
         corpus = data.corpus(target, options, folder=work)
     key = hashlib.sha256(np.ascontiguousarray(data.stream).tobytes()).hexdigest() if corpus is None else corpus.key

@@ -48,8 +48,7 @@ class DecoderApplication:
 
     def compile(self, folder: str | os.PathLike[str]) -> None:
         """Compile every graph that the configuration needs into ``folder``, and store the configuration with them. For
-        Neuron:
-        CPUs keep no graphs.
+        Neuron: CPUs keep no graphs.
         """
         self.load()
         Path(folder).mkdir(parents=True, exist_ok=True)

@@ -35,8 +35,7 @@ NUMBER, NUMBERS = "a number, 0 or more", "a list of numbers"
 class KeyTables:
     """The keys of `neuronx_distributed_inference/models/config.py` and `transformers_neuronx/config.py` that have no
     counterpart in Paceline, from ``neuron_config_keys.json``. A file with a value outside its key's set is not one that
-    those
-    projects read, so its meaning is unknown.
+    those projects read, so its meaning is unknown.
 
     without_effect   key -> reason why it has no effect; ``sampling_without_effect``: of NxD's sampling
     values           key -> type of its value; keys not listed: true or false
@@ -270,8 +269,7 @@ _KV_DEFAULT = "float8_e4m3fn"  # NxD's type of keys and values, if none is named
 
 class _Reader:
     """Reads the fields of one file, as the options of `NeuronConfig`. Keys that are read are removed; the remaining
-    ones
-    are unknown.
+    ones are unknown.
 
     without_effect  keys that have no effect, and why
     """
@@ -389,8 +387,7 @@ class _Reader:
 
     def _quantization(self) -> tuple[str | None, list[str]]:
         """The format of the matrices, and the modules that keep that of ``amp``. If a file of NxD Inference names no
-        type or no
-        dtype, its default applies.
+        type or no dtype, its default applies.
         """
         quantized, quant = self._take("quantized", "true or false"), self._take("quant", "an object")
         kind, dtype = self.fields.pop("quantization_type", None), self.fields.pop("quantization_dtype", None)

@@ -80,6 +80,11 @@ def save_quantized(path: str | os.PathLike[str], folder: str | os.PathLike[str],
 
     `AutoDecoder.from_pretrained` loads it as it stands, without an option. Formats: int8, int8_per_tensor, fp8_e4m3,
     fp8_e5m2, q8_0 and q4_0, the last two not for families that store their matrices turned.
+
+    Raises:
+        ConfigurationError: the format is another one, or both folders are one.
+        CheckpointError: the checkpoint cannot be used.
+        StorageError: the folder cannot be written.
     """
     place, into = checkpoint_path(path), Path(folder)
     form = None if quantization == "gguf" else WeightFormat.of(quantization)

@@ -102,7 +102,9 @@ def medusa(files: TrainingFiles, *, heads: MedusaHeadOptions, texts: MedusaTexts
             heads.heads, heads.layers, sizes.hidden_size, sizes.vocab_size, heads.tie_lm_head, base=files.target.name
         )
         texts.check_room(sizes.max_position_embeddings, config.heads)
-        given, work = files.read(), files.make_work()
+        given = files.read()
+        texts.check_data(marked=given.marked)
+        work = files.make_work()
         from paceline.heads.frozen_model import FrozenTarget
         from paceline.heads.trainer import distributed
         from paceline.medusa import train

@@ -206,8 +206,7 @@ class PinAction(ModelAction):
 
 def _add_admin(app: FastAPI, lifecycle: Lifecycle, settings: ApiSettings) -> None:
     """Add the routes of an operator. They need an API key, as all routes except health do. If the service has no keys,
-    they
-    respond only to this machine.
+    they respond only to this machine.
     """
     is_open = not settings.api_keys
 

@@ -4,8 +4,7 @@
         for piece in models.stream("chat", [ids], max_new_tokens=64): ...
 
 They are the replicas of `paceline serve`, called through the same router. Each target is a separate application, so
-that
-it can be stopped and added while others run.
+that it can be stopped and added while others run.
 """
 
 from __future__ import annotations
@@ -86,8 +85,7 @@ class Deployment:
         """Continue prompts; one output for each request and round.
 
         ``params``: `paceline.SamplingParams`; ``overrides`` replace some of its fields, or give them without it.
-        Several calls,
-        from several threads too, share a target's rounds; those without a free slot wait for one.
+        Several calls, from several threads too, share a target's rounds; those without a free slot wait for one.
 
         Raises:
             ConfigurationError: no such target runs, or a parameter cannot be sent to another process.

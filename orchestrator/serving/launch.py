@@ -54,8 +54,8 @@ def serve_groups(
     """Serve planned models until SIGINT or SIGTERM, which also end it while models load.
 
     ``address``: of a Ray cluster to join, in which Serve's proxies listen; None starts one on this machine, and the
-    ingress
-    process listens itself. ``ready``: called when requests are accepted; ``progress``: with status messages until then.
+    ingress process listens itself. ``ready``: called when requests are accepted; ``progress``: with status messages
+    until then.
 
     Raises:
         ConfigurationError: the address is not available, or Serve already runs in the cluster, and listens elsewhere or

@@ -71,8 +71,7 @@ class ModelState:
 
 class Lifecycle(Protocol):
     """A service's lifecycle in an ingress process. `load`, `unload` and `pin` raise RefusedError: 404, no such model;
-    409,
-    Ray Serve manages it, or it is pinned and to be unloaded; `load` also as `demand`.
+    409, Ray Serve manages it, or it is pinned and to be unloaded; `load` also as `demand`.
     """
 
     async def states(self) -> Sequence[ModelState]: ...
@@ -89,8 +88,7 @@ class Lifecycle(Protocol):
 
     async def unload(self, name: str) -> ModelState:
         """Unload a model after its current requests. New ones are rejected until it is loaded again, or load it if the
-        models
-        file says ``load: on_demand``.
+        models file says ``load: on_demand``.
         """
 
     async def pin(self, name: str, pinned: bool) -> ModelState: ...

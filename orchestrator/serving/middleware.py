@@ -126,8 +126,7 @@ class Cors:
 class ApiKeys:
     """Accepts requests with one of the keys, compared in constant time; without keys, all requests. Rejects a request
     (429) whose key has ``limit`` requests running or waiting in any process of the service; None: no limit. Only
-    generation
-    counts: POST below /v1, until the end of the response.
+    generation counts: POST below /v1, until the end of the response.
     """
 
     def __init__(self, app: ASGIApp, *, keys: Sequence[str], limit: int | None, counts: KeyCounts) -> None:

@@ -105,8 +105,7 @@ class ModelServer:
         point.
 
         ``skip``: number of tokens of each choice that were sent before; () if none were. Raises EventLoopError if
-        another event
-        loop uses this server; every other failure is an item.
+        another event loop uses this server; every other failure is an item.
         """
         if self._calls is None or self._calls.loop.is_closed():
             self._calls = AsyncEngine(self._engine)
@@ -260,8 +259,7 @@ class ModelServer:
 
 class LocalRouter:
     """Model servers of this process, by model name, as a `paceline.serving.router.ModelRouter`, so that HTTP runs
-    without
-    Ray. ``metrics`` returns the metrics text.
+    without Ray. ``metrics`` returns the metrics text.
     """
 
     def __init__(self, servers: Mapping[str, ModelServer], metrics: Callable[[], bytes] = bytes) -> None:

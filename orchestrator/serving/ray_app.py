@@ -212,8 +212,7 @@ _RECEIVE_S = 10.0
 
 class ListeningSocket(AbstractContextManager["ListeningSocket"]):
     """Address of a service, and a socket file (``handover``) at which processes of this user get the socket.
-    Connections
-    wait until a process that received the socket listens.
+    Connections wait until a process that received the socket listens.
 
     Raises:
         ConfigurationError: the address is not available.
@@ -272,8 +271,7 @@ def receive_socket(handover: str) -> socket.socket:
 async def serving(app: ASGIApp, listening: socket.socket, *, drain_s: float) -> AsyncIterator[None]:
     """Serve connections to ``listening`` with ``app`` during the block. Then no more are accepted, and current
     responses have ``drain_s`` seconds to end. The caller runs ``app``'s lifespan. Raises OSError if another socket
-    listens at
-    the address: two services that start at the same moment both have it.
+    listens at the address: two services that start at the same moment both have it.
     """
     config = uvicorn.Config(
         app,

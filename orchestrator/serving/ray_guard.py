@@ -110,10 +110,8 @@ def pause_s(living: int, *, suspects: bool = False) -> float:
     """Return the seconds from one health check to the next, in a cluster of ``living`` nodes.
 
     Every replica checks the one controller. To keep its load constant, each checks less often the more nodes there are,
-    but
-    soon after a missed check. Of many checkers one is always about to check, so a suspended process is found as soon as
-    in
-    a small cluster.
+    but soon after a missed check. Of many checkers one is always about to check, so a suspended process is found as
+    soon as in a small cluster.
     """
     return _PERIOD_S if suspects else _PERIOD_S * max(1.0, living / _SMALL_NODES)
 
@@ -243,8 +241,7 @@ async def running_deployments() -> Mapping[tuple[str, str], DeploymentState]:
 
 async def scale_deployment(application: str, deployment: str, replicas: int) -> None:
     """Set the number of replicas; return before they start or end. Raises RayError, or ValueError if the application
-    was
-    not deployed with ``external_scaler_enabled``.
+    was not deployed with ``external_scaler_enabled``.
     """
     await controller().update_deployment_replicas.remote(DeploymentID(deployment, application), replicas)
 

@@ -87,8 +87,7 @@ class RequestContext:
 @dataclass(frozen=True, slots=True)
 class StreamStart:
     """First item of a response: a model accepts the request. ``prompt_tokens``: of all its prompts. ``followed``: the
-    next
-    item is ready, so that both can be sent as one message.
+    next item is ready, so that both can be sent as one message.
     """
 
     prompt_tokens: int

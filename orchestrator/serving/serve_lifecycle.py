@@ -353,8 +353,7 @@ async def read_decisions(application: str) -> Decisions:
     """Return the operator's last decisions about an application's models; empty if there are none.
 
     They are in the key-value store of Ray's GCS, like the state of Ray Serve, so they outlive every process but the
-    GCS, and
-    that one too if it has fault tolerance.
+    GCS, and that one too if it has fault tolerance.
     """
     try:
         data = await asyncio.to_thread(nodes.kept, _key(application))

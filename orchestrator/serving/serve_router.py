@@ -219,8 +219,7 @@ class ServeRouter:
 
     async def _awaited(self, model: str, work: Awaitable[Value], deadline: float | None) -> Value:
         """Return a replica's first response; until then, call the lifecycle to load the model. Raises RefusedError if
-        none
-        will come, TimeoutError after the deadline.
+        none will come, TimeoutError after the deadline.
         """
         task, pause = asyncio.ensure_future(work), _FIRST_LOOK_S
         try:

@@ -229,8 +229,7 @@ _Item = dict[str, object]
 
 class ResponsesWriter:
     """Writer of /v1/responses. Streamed or not, a response has the same items, one for each part. If the length limit
-    cut
-    it, the last one is incomplete: clients must not execute such a call.
+    cut it, the last one is incomplete: clients must not execute such a call.
     """
 
     by_token = True

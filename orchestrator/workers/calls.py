@@ -148,8 +148,7 @@ class CallState:
 
     def update(self, outputs: Sequence[RequestOutput]) -> tuple[CallUpdate, list[RequestTiming], bool]:
         """Return the update for the caller after a step with these outputs, the timings of requests that ended, and
-        whether
-        an output is the first or the last of its request.
+        whether an output is the first or the last of its request.
         """
         finished, now, urgent = list[RequestTiming](), monotonic(), False
         for output in outputs:

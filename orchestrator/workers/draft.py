@@ -28,8 +28,7 @@ from paceline.workers.config import WorkerConfig
 
 class DraftPool:
     """One decoder for each target of the plan. They share their weights unless the model is sharded. The decoders and
-    their
-    graphs exist before the first target connects, and are reused.
+    their graphs exist before the first target connects, and are reused.
     """
 
     def __init__(self, config: WorkerConfig, max_targets: int, vocab_sizes: Collection[int]) -> None:
@@ -84,10 +83,8 @@ def make_drafters(settings: Mapping[str, object]) -> DraftPool:
     """Make the drafters of a draft's worker, by default.
 
     Own settings: ``max_targets``, the number of targets served at a time (default 1), and ``targets``, the checkpoint
-    folders
-    of the known targets. Their tokenizers are compared with the draft's, and graphs are compiled for their vocabulary
-    sizes;
-    those for another size when such a target connects.
+    folders of the known targets. Their tokenizers are compared with the draft's, and graphs are compiled for their
+    vocabulary sizes; those for another size when such a target connects.
 
     Raises:
         ConfigurationError: ``targets`` is not a list, or the model cannot be run as planned.
@@ -146,9 +143,8 @@ class SecondChoices:
         """Return second choices and score gaps, as the protocol says. drafts [B, k] int32.
 
         Scores are the draft's logits. In slots that sample, they are divided by the temperature and get the noise of
-        their
-        position, which the target uses too. Only the most likely tokens are considered; the only filter applied is
-        top-k.
+        their position, which the target uses too. Only the most likely tokens are considered; the only filter applied
+        is top-k.
         """
         end = commit.first_row + commit.count
         root = commit.tokens.gather(1, (commit.count - 1).to(torch.int64).unsqueeze(1))

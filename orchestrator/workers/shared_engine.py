@@ -278,8 +278,7 @@ class AsyncEngine:
     """Calls of one event loop to a shared engine. Created and used in that loop only.
 
     The engine's thread calls `loop.call_soon_threadsafe` once per step, with the updates of all calls of this loop. A
-    slow
-    consumer delays no other one: its updates are stored until it takes them.
+    slow consumer delays no other one: its updates are stored until it takes them.
     """
 
     def __init__(self, engine: SharedEngine) -> None:
@@ -360,10 +359,8 @@ class OutputCoalescer:
     object per engine, used under its lock. ``clock``: seconds.
 
     A message to a client passes four processes, each of which spends about the same time on it, whatever its size; with
-    a
-    fast engine that is longer than a round. There is no timer: the engine's thread checks the clock after every step,
-    so an
-    update waits at most its interval, a call of the rounds and a chunk of a prompt.
+    a fast engine that is longer than a round. There is no timer: the engine's thread checks the clock after every step,
+    so an update waits at most its interval, a call of the rounds and a chunk of a prompt.
     """
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:

@@ -25,6 +25,7 @@ from paceline.medusa import train as medusa
 from paceline.medusa.config import MedusaTexts
 from paceline.text.chat import chat_answers
 from paceline.text.tokenizer import load_tokenizer
+from tests.cli.calling import call
 from tests.decoder.tiny import VOCABULARY, Workshop
 from tests.eagle.lessons import LAYERS, stream
 
@@ -102,6 +103,17 @@ def test_medusa_heads_learn_the_answers_of_chats_alone(talker: Path, tmp_path: P
     assert 0 < windows.counted.float().mean() < 0.5, "most of a row is a user's text, the template, or empty"
     with pytest.raises(ConfigurationError, match="self_distill_tokens: expected 0 for chats"):
         medusa.gather(frozen, data, replace(plan, self_distill_tokens=48), work=tmp_path, report=lambda *_: None)
+
+
+def test_continuations_of_chats_are_rejected_before_the_target_is_read(
+    talker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.heads.frozen_model.FrozenTarget", None)
+    data = chats(tmp_path / "chats.jsonl", 2)
+    options = ("--length", 24, "--prompt-tokens", 6, "--self-distill-tokens", 48)
+    done = call("train", "medusa", "--target", talker, "--data", data, "--out", tmp_path / "heads", *options)
+    assert done.exit_code == 2 and "self_distill_tokens: expected 0 for chats" in " ".join(done.stderr.split())
+    assert not (tmp_path / "heads").exists()
 
 
 def test_rows_that_are_no_chats_are_named(talker: Path, tmp_path: Path) -> None:

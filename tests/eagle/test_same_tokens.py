@@ -15,7 +15,7 @@ from paceline.eagle.drafter import EagleDrafter
 from paceline.eagle.tree import Chain, DynamicTree, StaticTree
 from paceline.engine.adaptive import DraftLengthController
 from tests.decoder.tiny import VOCABULARY, Workshop, fresh
-from tests.eagle.heads import DRAFTED, drafter, features
+from tests.eagle.heads import DRAFTED, PARALLEL, drafter, features
 from tests.fakes import misfit
 
 PROMPTS = [[5, 17, 17, 90], [4], [33, 2, 9], list(range(20, 45))]
@@ -191,3 +191,13 @@ def test_a_tree_larger_than_the_cache_is_rejected(workshop: Workshop, tmp_path: 
         EagleDrafter(made.head, target, 5)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="at most 128 cache rows after the last position, got 171"):
         EagleDrafter(made.head, target, DynamicTree(20, depth=18, width=10))
+
+
+def test_trees_that_a_p_eagle_head_cannot_grow_are_rejected(workshop: Workshop, tmp_path: Path) -> None:
+    target = workshop.decoder(slots=1)
+    for draft_tree, words in (
+        (GROWTHS[2], "expected a chain or a static tree for a P-EAGLE head, whose drafts"),
+        (Chain(65), "expected at most 128 cache rows .* got 130 for a chain 65 w"),
+    ):
+        with pytest.raises(ConfigurationError, match=words):
+            drafter(tmp_path, target, 3, draft_tree, **PARALLEL)

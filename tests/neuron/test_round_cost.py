@@ -92,7 +92,7 @@ def test_a_graph_of_one_of_16_slots_costs_as_much_as_one_slot() -> None:
     """Costs do not depend on other entries of the cache."""
     lone, first, every = (
         round_cost.round_cost(setup("Llama-3-8B", "Llama-3.2-1B", **more), instance("inf2.48xlarge"))
-        for more in ({}, {"slots": 16, "lines": 1}, {"slots": 16})
+        for more in ({}, {"slots": 16, "batch": 1}, {"slots": 16})
     )
     figures: list[Any] = [found["round"] for found in (lone, first, every)]
     for name in ("expected_ms", "bytes_read", "instructions"):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -22,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from conversations import Conversations, Markers
+from conversations import Markers, split
 
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.token_files import read_tokens
@@ -33,8 +32,10 @@ from paceline.eagle import checkpoint, train
 from paceline.eagle.config import EagleTraining, default_layers
 from paceline.heads import blocks
 from paceline.heads.checkpoint import DraftVocab
+from paceline.heads.features import Conversations
 from paceline.heads.frozen_model import FrozenTarget, Texts, products
 from paceline.heads.options import TEXTS_PER_FILE, BlockTraining
+from paceline.heads.trainer import CorpusTrainer
 from paceline.text.tokenizer import load_tokenizer
 
 SHIPPED = Path(__file__).resolve().parents[1] / "eagle3"
@@ -130,7 +131,7 @@ class Ablation:
         kept = work / "states.pt"
         if not kept.exists():
             markers = Markers.of(load_tokenizer(folder))
-            corpus = Conversations(self.target, stream, measured, markers=markers, longest=512)
+            corpus = Conversations(self.target, split(stream, markers), split(measured, markers), longest=512)
             texts = [corpus.eval_texts(), *(corpus.batch(number) for number in range(corpus.batches))]
             torch.save([[x.tokens, x.last, x.streams, x.counted] for x in texts], kept)
         measured, *batches = (Texts(*parts) for parts in torch.load(kept))
@@ -194,17 +195,13 @@ class Ablation:
         head = DFlashHeadOptions(layers=self.target.layers, draft_vocab_size=len(self.vocabulary.ids), **variant.parts)
         config = dflash.config_of(head, self.sizes, self.counts, k=DEPTH)
         network = dflash.fresh(config, self.target, self.vocabulary, depth=self.sizes.num_layers)
-        given = blocks.Supervision(self.output, self.vocabulary)
-        trainer = blocks.BlockTrainer(
-            network,
-            corpus,
-            BlockTraining(k=DEPTH, **options),
-            given=given,
-            folder=work,
-            key={},
-            measure=lambda: [math.nan],
-        )
-        trainer.run(show)
+        given, training = blocks.Supervision(self.output, self.vocabulary), BlockTraining(k=DEPTH, **options)
+
+        class Blocks(CorpusTrainer):
+            def objective(self, batch: Texts) -> torch.Tensor:
+                return blocks.objective(network, batch, training, given=given, seed=self.step)
+
+        Blocks(network, corpus, training, folder=work, key={}).run(show)
         shares = self._mean(lambda texts: blocks.acceptance(network, texts, given, k=DEPTH, skip=0))
         dflash.write(work.parent, network, self.vocabulary, depth=self.sizes.num_layers, shares=shares)
         return shares, trained(network)

@@ -38,7 +38,7 @@ class CompletionRequest(GenerationFields):
 
     prompt: Annotated[
         str | _Ids | Annotated[list[str], _Several] | Annotated[list[_Ids], _Several],
-        Field(description=f"a string, a list of ids, or a list of at most {MAX_PROMPTS} strings or lists of ids"),
+        Field(description=f"a string, a list of ids, or a list of 1 to {MAX_PROMPTS} strings or lists of ids"),
     ]
     max_tokens: Annotated[int, Field(ge=0, description="at least 1, or 0 with echo")] = DEFAULT_TOKENS
     echo: Annotated[bool, Field(description="true or false")] = False
