@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from conversations import Conversations, Markers
+from conversations import Markers, split
 
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.token_files import read_tokens
@@ -33,6 +33,7 @@ from paceline.eagle import checkpoint, train
 from paceline.eagle.config import EagleTraining, default_layers
 from paceline.heads import blocks
 from paceline.heads.checkpoint import DraftVocab
+from paceline.heads.features import Conversations
 from paceline.heads.frozen_model import FrozenTarget, Texts, products
 from paceline.heads.options import TEXTS_PER_FILE, BlockTraining
 from paceline.text.tokenizer import load_tokenizer
@@ -130,7 +131,7 @@ class Ablation:
         kept = work / "states.pt"
         if not kept.exists():
             markers = Markers.of(load_tokenizer(folder))
-            corpus = Conversations(self.target, stream, measured, markers=markers, longest=512)
+            corpus = Conversations(self.target, split(stream, markers), split(measured, markers), longest=512)
             texts = [corpus.eval_texts(), *(corpus.batch(number) for number in range(corpus.batches))]
             torch.save([[x.tokens, x.last, x.streams, x.counted] for x in texts], kept)
         measured, *batches = (Texts(*parts) for parts in torch.load(kept))
