@@ -33,7 +33,7 @@ from tests.cli.calling import call, last
 from tests.decoder.tiny import Workshop, fresh, save_pair
 from tests.draft.tokenizers_of_two import bytes_merged, every_byte
 from tests.experiments.grids import save_tokenizer
-from tests.workers.folders import drafts, save_heads
+from tests.workers.folders import KINDS, drafts, save_heads
 from tests.workers.heard import asked
 
 PROMPTS = ((3, 1, 4, 1, 5, 1, 4), (9, 2))
@@ -44,7 +44,6 @@ ROWS = [
 ]  # fmt: skip
 FEW = ("none", "list", "eagle", "dflash")
 """What `make test` asks; the equality matrix has the tokens of all."""
-KINDS = {"mtp": "qwen3", "gemma4_assistant": "gemma4"}
 
 
 def settings(folder: Path, **more: object) -> dict[str, object]:
