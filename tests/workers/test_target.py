@@ -61,7 +61,7 @@ def test_every_registry_row_of_a_models_file_is_served() -> None:
 
 
 def generated(target: Path, draft: object, monkeypatch: pytest.MonkeyPatch) -> SpeculativeConfig:
-    """What `paceline generate` decodes with, which has printed its text."""
+    """Configuration of a `paceline generate` that has printed its text."""
     seen: list[SpeculativeConfig] = []
 
     def noted(folder: Path, options: LoadOptions, config: SpeculativeConfig) -> Loadable:
