@@ -11,15 +11,20 @@ from tests.decoder.tiny import VOCABULARY, save_pair
 
 def save_models(folder: Path) -> None:
     """``folder/target`` and ``folder/draft``, with a tokenizer of one letter a token."""
+    save_pair(folder)
+    for role in ("target", "draft"):
+        save_tokenizer(folder / role)
+
+
+def save_tokenizer(folder: Path, *, first: int = 0) -> None:
+    """A tokenizer of one letter a token. ``first``: id of the first letter."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    save_pair(folder)
-    names = [chr(33 + i) for i in range(VOCABULARY)]
-    made = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token=names[0]))
+    letters = {chr(33 + i): (first + i) % VOCABULARY for i in range(VOCABULARY)}
+    made = Tokenizer(models.WordLevel(letters, unk_token="!"))
     made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    for role in ("target", "draft"):
-        PreTrainedTokenizerFast(tokenizer_object=made, unk_token=names[0]).save_pretrained(folder / role)
+    PreTrainedTokenizerFast(tokenizer_object=made, unk_token="!").save_pretrained(folder)
 
 
 def save_prompts(path: Path, count: int = 4) -> Path:

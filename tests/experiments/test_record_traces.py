@@ -5,6 +5,7 @@ again.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,16 +17,19 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from paceline.core.errors import TraceError
+from paceline.core.errors import ConfigurationError, TraceError
 from paceline.experiments import record_traces, runner, trace
-from paceline.experiments.config import ExperimentConfig
+from paceline.experiments.config import ExperimentConfig, parse_config
 from paceline.experiments.questions import Policy, ask, chain_policies, regret
 from paceline.experiments.store import Store
 from paceline.experiments.trace import load_trace
 from paceline.experiments.tuned import verifying
+from paceline.registry import DRAFTERS
 from tests.cli.calling import call
+from tests.decoder.tiny import Workshop
 from tests.docs.pages import ROOT
-from tests.experiments.grids import grid, save_models, save_prompts
+from tests.experiments.grids import grid, save_models, save_prompts, save_tokenizer
+from tests.workers.folders import KINDS, drafts, save_heads
 
 
 @pytest.fixture
@@ -133,6 +137,59 @@ def test_a_drafter_that_fails_to_record_keeps_the_texts(home: Path) -> None:
     (path,) = (out / "traces").iterdir()
     assert not load_trace(path).drafters
     assert ask(load_trace(path), Policy(("suffix",), 3)).acceptance.num_rounds > 0
+
+
+ANEW = {
+    "none": "none", "ngram": "ngram:prompt_lookup_max=3,k=3", "suffix": "suffix:min_match=1,k=3",
+    "fallback": "ngram+model", "choice": "choice:ngram+model",
+}  # fmt: skip
+"""What `whatif` is asked where nothing is recorded: it runs the drafter, or combines recorded ones."""
+REJECTED = {
+    "none": "expected a recorded one .*or a text drafter, got 'none'",
+    "function": "expected text in the file of an experiment, got an object",
+    "remote": "expected one of none, ngram, .* got 'remote'",
+}
+FEW = {"suffix", "model", "eagle", "dflash", "choice", *REJECTED}
+"""What `make test` asks."""
+
+
+@pytest.mark.parametrize("kind", [pytest.param(x, marks=() if x in FEW else pytest.mark.full) for x in DRAFTERS])
+def test_what_if_answers_for_every_kind_of_drafter(workshop: Workshop, tmp_path: Path, kind: str) -> None:
+    """With the counts of the run. Plain decoding has none, and others than a file can name are rejected by name."""
+    for role in ("target", "draft"):
+        shutil.copytree(workshop.checkpoint(role, KINDS.get(kind, "grouped")), tmp_path / role)
+        save_tokenizer(tmp_path / role, first=7 * (kind == "retokenizing" and role == "draft"))
+    save_heads(tmp_path / "target", tmp_path)
+    save_prompts(tmp_path / "prompts.jsonl", 2)
+    own = str(tmp_path / "draft")
+    made: dict[str, dict[str, object]] = {
+        "fallback": {"draft": ["ngram", own]},
+        "choice": {"draft": {"type": "choice", "drafts": ["ngram", own], "choose_by": "length"}},
+        "retokenizing": {"draft": own, "vocabulary": "retokenize"},
+        "function": {"draft": list},
+        "remote": {"draft": "remote"},
+    }
+    asked = made.get(kind) or {"draft": drafts(tmp_path / "draft", tmp_path)[kind]}
+    others = [{"name": "model", "draft": own}] if kind in ("fallback", "choice") else []
+    values = grid(tmp_path, drafters=[{"name": "it", **asked}, *others], traces=True, baseline=False)
+    if kind in ("function", "remote"):
+        with pytest.raises(ConfigurationError, match=REJECTED[kind]):
+            parse_config(values, "the file")
+        return
+    config, store = parse_config(values, "the file"), Store(tmp_path / "out")
+    (path,), _ = record(config, store.folder)
+    recorded = [one.name for one in load_trace(path).drafters]
+    assert recorded == ([one["name"] for one in others] if kind in ANEW else ["it"])
+    answer = call("experiment", "whatif", path, "--draft", ANEW.get(kind, "it"), *["--k", 2] * bool(others), "--json")
+    if kind == "none":
+        assert answer.exit_code == 2 and re.search(REJECTED[kind], " ".join(answer.stderr.split()))
+        return
+    cells = runner.run(runner.plan(config, store), store, lambda *_: None)
+    rows = [row for cell in cells if cell.names["drafter"] == "it" for row in cell.rows]
+    (found,) = json.loads(answer.stdout)
+    rounds, each, accepted = (sum(row[x] for row in rows) for x in ("num_rounds", "num_drafts", "num_accepted_tokens"))
+    assert [found["num_rounds"], found["num_drafts"]] == [rounds, each] and each
+    assert found["mean_acceptance_length"] == 1 + accepted / each
 
 
 def test_regret_of_a_choice_is_reported(home: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -10,14 +11,16 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from paceline.core.errors import ConfigurationError
+from paceline.decoder.token_files import write_tokens
 from paceline.heads.features import Conversations
 from paceline.heads.frozen_model import FrozenTarget
 
 RECIPE = Path(__file__).resolve().parents[2] / "examples" / "smollm2" / "recipe"
-MODULES = ("gpu_decoder", "conversations")
+MODULES = ("gpu_decoder", "conversations", "ablation")
 END = 5
 
 
@@ -82,6 +85,13 @@ def test_each_row_is_sampled_at_its_temperature(recipe: dict[str, ModuleType], m
         assert bool(((drawn - probs).abs() <= 4 * (probs * (1 - probs) / count).sqrt() + 1e-9).all())
 
 
+def stream(texts: int = 70) -> np.ndarray:
+    """Conversations end to end, with answers of 3 to 29 ids."""
+    rng = np.random.default_rng(0)
+    answers = [[*rng.integers(6, 40, size).tolist(), END] for size in rng.integers(3, 30, texts)]
+    return np.array([token for answer in answers for token in [*CONVERSATION, *answer]])
+
+
 CONVERSATION = [1, 50, 51, END, 1, 52, *range(20, 28), END, 1, 53]
 """A system's turn, a user's, and the beginning of an answer."""
 
@@ -91,12 +101,8 @@ def conversations(
 ) -> Conversations:
     model.save_pretrained(folder)
     target = FrozenTarget(folder, (1, 2, 3))
-    rng = np.random.default_rng(0)
-    answers = [[*rng.integers(6, 40, size).tolist(), END] for size in rng.integers(3, 30, 70)]
-    stream = np.array([token for answer in answers for token in [*CONVERSATION, *answer]])
     made = recipe["conversations"]
-    markers = made.Markers([1, 50], [1, 53])
-    texts = made.split(stream, markers)
+    texts = made.split(stream(), made.Markers([1, 50], [1, 53]))
     return Conversations(target, texts, texts[:2], longest=longest)
 
 
@@ -123,3 +129,38 @@ def test_missing_conversations_are_rejected(
 ) -> None:
     with pytest.raises(ConfigurationError, match="got 0 and 0"):
         conversations(recipe, model, tmp_path, longest=len(CONVERSATION) - 2)
+
+
+def test_an_ablation_lists_each_variant_once(
+    recipe: dict[str, ModuleType], model: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, data = tmp_path / "target", tmp_path / "answers.bin"
+    deeper = LlamaConfig(**{**model.config.to_dict(), "num_hidden_layers": 8})
+    LlamaForCausalLM(deeper).save_pretrained(target)
+    words = {i: f"w{i}" for i in range(61)} | {1: "<|im_start|>", 50: "system\n", 53: "assistant\n"}
+    made = Tokenizer(models.WordLevel({word: i for i, word in words.items()}, unk_token="w0"))
+    made.pre_tokenizer = pre_tokenizers.Split("<|im_start|>", "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(target)
+    write_tokens(data, [stream()], vocab_size=61)
+    write_tokens(tmp_path / "answers-eval.bin", [stream(8)], vocab_size=61)
+    variants = ["EAGLE-3, replay", "DFlash, D-PACE"]
+    asked = [
+        "ablation.py",
+        "--target",
+        target,
+        "--data",
+        data,
+        "--out",
+        tmp_path / "runs",
+        "--tokens",
+        200,
+        "--ids",
+        40,
+    ]
+    monkeypatch.setattr(sys, "argv", [*map(str, asked), "--only", *variants])
+    for _ in range(2):
+        recipe["ablation"].main()
+        rows = [json.loads(line) for line in (tmp_path / "runs" / "results.jsonl").read_text().splitlines()]
+        assert [row["drafter"] for row in rows] == variants
+    assert all(row["tau"] == pytest.approx(1 + sum(row["accepted"]), abs=0.003) for row in rows)
+    assert (tmp_path / "runs" / "EAGLE-3-replay-0" / "model.safetensors").exists()

@@ -18,6 +18,9 @@ from tests.eagle.heads import PARALLEL, random_head
 from tests.eagle.heads import checkpoint as eagle_checkpoint
 from tests.eagle.heads import config as eagle_config
 
+KINDS = {"mtp": "qwen3", "gemma4_assistant": "gemma4"}
+"""Targets of drafters that only some families have."""
+
 
 def save_heads(target: Path, folder: Path) -> None:
     """Heads of every kind for a target, each in the folder of its row. What they propose does not matter."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 import threading
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from paceline import SpeculativeGenerator
+from paceline.cli import decode
+from paceline.cli.options import checked
 from paceline.config import SpeculativeConfig
 from paceline.core.errors import CheckpointError, ConfigurationError, PairingError, SamplingError
 from paceline.decoder.options import LoadOptions
@@ -18,7 +21,7 @@ from paceline.draft_checks import prepared, recognise
 from paceline.engine.request import SamplingParams
 from paceline.engine.rounds import Rounds
 from paceline.experiments.config import cells, parse_config, speculative_options
-from paceline.loadable import loadable
+from paceline.loadable import Loadable, loadable
 from paceline.placement.planning.model_specs import models_of
 from paceline.registry import DRAFTERS
 from paceline.text.stop_strings import StopStrings
@@ -26,9 +29,11 @@ from paceline.workers.calls import call_params
 from paceline.workers.config import WorkerConfig
 from paceline.workers.draft import make_drafters
 from paceline.workers.target import make_target
+from tests.cli.calling import call, last
 from tests.decoder.tiny import Workshop, fresh, save_pair
 from tests.draft.tokenizers_of_two import bytes_merged, every_byte
-from tests.workers.folders import drafts, save_heads
+from tests.experiments.grids import save_tokenizer
+from tests.workers.folders import KINDS, drafts, save_heads
 from tests.workers.heard import asked
 
 PROMPTS = ((3, 1, 4, 1, 5, 1, 4), (9, 2))
@@ -39,7 +44,6 @@ ROWS = [
 ]  # fmt: skip
 FEW = ("none", "list", "eagle", "dflash")
 """What `make test` asks; the equality matrix has the tokens of all."""
-KINDS = {"mtp": "qwen3", "gemma4_assistant": "gemma4"}
 
 
 def settings(folder: Path, **more: object) -> dict[str, object]:
@@ -56,10 +60,32 @@ def test_every_registry_row_of_a_models_file_is_served() -> None:
     assert named == {*ROWS} - {"list", "choice"}
 
 
+def generated(target: Path, draft: object, monkeypatch: pytest.MonkeyPatch) -> SpeculativeConfig:
+    """Configuration of a `paceline generate` that has printed its text."""
+    seen: list[SpeculativeConfig] = []
+
+    def noted(folder: Path, options: LoadOptions, config: SpeculativeConfig) -> Loadable:
+        seen.append(config)
+        return checked(folder, options, config)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(decode, "checked", noted)
+        text = draft if isinstance(draft, str) else json.dumps(draft)
+        asked = ("--target", target, "--draft", text, "--prompt", "&*&*", "--max-new-tokens", 6)
+        done = call("generate", *asked, "--backend", "eager", "--amp", "f32", "--n-positions", 96, "--json")
+    statistics = last(done)["statistics"]
+    assert isinstance(statistics, dict) and statistics["new_tokens"] == 6
+    (config,) = seen
+    return config
+
+
 @pytest.mark.parametrize("row", ROWS)
-def test_a_drafter_is_the_same_in_every_place(workshop: Workshop, tmp_path: Path, row: str) -> None:
+def test_a_drafter_is_the_same_in_every_place(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: str
+) -> None:
     """The contract suite makes all of them in Python, for several texts at a time; those that can be fused are."""
-    target = workshop.checkpoint(kind=KINDS.get(row, "grouped"))
+    target = shutil.copytree(workshop.checkpoint(kind=KINDS.get(row, "grouped")), tmp_path / "target")
+    save_tokenizer(target)
     save_heads(target, tmp_path)
     draft = drafts(workshop.checkpoint("draft"), tmp_path)[row]
     (model,) = models_of([{"name": "m", "path": str(target), "draft": draft}], folder=Path(), where="the file")
@@ -67,7 +93,7 @@ def test_a_drafter_is_the_same_in_every_place(workshop: Workshop, tmp_path: Path
     experiment = parse_config(grid, "the file")
     places = {
         "Python": SpeculativeConfig(draft=draft),
-        "command line": SpeculativeConfig(draft=[draft if isinstance(draft, str) else json.dumps(draft)]),
+        "command line": generated(target, draft, monkeypatch),
         "models file": model.speculative,
         "worker": WorkerConfig.from_settings(settings(target, draft=draft)).speculative,
         "experiment": SpeculativeConfig(**speculative_options(experiment, next(cells(experiment)))),

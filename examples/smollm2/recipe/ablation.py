@@ -35,7 +35,6 @@ from paceline.heads.checkpoint import DraftVocab
 from paceline.heads.features import Conversations
 from paceline.heads.frozen_model import FrozenTarget, Texts, products
 from paceline.heads.options import TEXTS_PER_FILE, BlockTraining
-from paceline.heads.trainer import CorpusTrainer
 from paceline.text.tokenizer import load_tokenizer
 
 SHIPPED = Path(__file__).resolve().parents[1] / "eagle3"
@@ -86,10 +85,12 @@ class Groups:
 
 
 class Kept:
-    """Groups of conversations whose states were computed once, in an order of ``seed``. A corpus of a trainer."""
+    """Groups of conversations whose states were computed once, in an order of ``seed``. A corpus of a trainer, whose
+    log has the acceptance on ``measured``.
+    """
 
-    def __init__(self, groups: list[Texts], seed: int) -> None:
-        self._groups, self._seed = groups, seed
+    def __init__(self, groups: list[Texts], seed: int, *, measured: Texts) -> None:
+        self._groups, self._seed, self._measured = groups, seed, measured
         self._each = TEXTS_PER_FILE // len(groups[0])
         self.key, self.batches = f"kept, seed {seed}", len(groups) // self._each
         self.length = sum(x.tokens.shape[1] for x in groups) / len(groups)
@@ -99,6 +100,10 @@ class Kept:
         epoch, index = divmod(number, self.batches)
         order = np.random.default_rng([self._seed, epoch]).permutation(len(self._groups))
         return Groups([self._groups[i] for i in order[index * self._each : (index + 1) * self._each]])
+
+    def eval_texts(self) -> Texts:
+        """The texts to measure on while a head learns."""
+        return self._measured
 
 
 def trimmed(texts: Texts, count: int) -> list[Texts]:
@@ -139,7 +144,8 @@ class Ablation:
 
     def run(self, variant: Variant, out: Path, *, tokens: int, seed: int, rows: int) -> dict[str, object]:
         """Train a drafter, write it to ``out``, and return what was measured."""
-        corpus, work = Kept([x for batch in self.batches for x in trimmed(batch, rows)], seed), out / "work"
+        groups, work = [x for batch in self.batches for x in trimmed(batch, rows)], out / "work"
+        corpus = Kept(groups, seed, measured=self.measured[0])
         train_it = self._dflash if variant.kind == "dflash" else self._eagle
         rate = RATES.get(variant.kind, 2e-3)
         options = {
@@ -195,13 +201,9 @@ class Ablation:
         head = DFlashHeadOptions(layers=self.target.layers, draft_vocab_size=len(self.vocabulary.ids), **variant.parts)
         config = dflash.config_of(head, self.sizes, self.counts, k=DEPTH)
         network = dflash.fresh(config, self.target, self.vocabulary, depth=self.sizes.num_layers)
-        given, training = blocks.Supervision(self.output, self.vocabulary), BlockTraining(k=DEPTH, **options)
-
-        class Blocks(CorpusTrainer):
-            def objective(self, batch: Texts) -> torch.Tensor:
-                return blocks.objective(network, batch, training, given=given, seed=self.step)
-
-        Blocks(network, corpus, training, folder=work, key={}).run(show)
+        given = blocks.Supervision(self.output, self.vocabulary)
+        learning = BlockTraining(k=DEPTH, **options)
+        blocks.train(network, corpus, learning, given=given, skip=0, folder=work, key={}, report=show)
         shares = self._mean(lambda texts: blocks.acceptance(network, texts, given, k=DEPTH, skip=0))
         dflash.write(work.parent, network, self.vocabulary, depth=self.sizes.num_layers, shares=shares)
         return shares, trained(network)
