@@ -62,7 +62,7 @@ def rewrites() -> dict[Any, Callable[..., Any]]:
         aten.__rshift__.Scalar: shift_right,
         aten.view.dtype: view_as,
         aten._to_copy.default: to_copy,
-        aten.copy.default: lambda x, new, *_args: new.to(x.dtype).expand_as(x),
+        aten.copy.default: copy,
         aten.slice_scatter.default: slice_scatter,
         aten.gelu.default: gelu,
         aten.relu.default: relu,
@@ -99,6 +99,11 @@ def index(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
     if rows is None or rows.dtype == torch.bool:
         raise BackendError("a graph can be indexed by only one tensor of row numbers; rewrite the step with one index")
     return x.index_select(0, rows.reshape(-1)).reshape(*rows.shape, *x.shape[1:])
+
+
+def copy(x: Tensor, new: Tensor, *_unused: object) -> Tensor:
+    """Give new values the shape and dtype of x. If they have both, they stay: the lint sees what did not change."""
+    return new.to(x.dtype) if new.shape == x.shape else new.to(x.dtype).expand_as(x)
 
 
 def slice_scatter(x: Tensor, new: Tensor, dim: int = 0, *within: int | None) -> Tensor:
