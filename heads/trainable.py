@@ -21,7 +21,7 @@ class TrainingKernels(TorchKernels):
 
 
 def register(module: nn.Module, name: str, value: Tensor) -> None:
-    """Register a parameter of a dotted name, in modules of its parts."""
+    """Register a parameter under a dotted name; make the modules that the name goes through."""
     *parents, last = name.split(".")
     for parent in parents:
         if not hasattr(module, parent):

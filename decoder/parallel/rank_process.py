@@ -61,7 +61,7 @@ class Follower:
 
 
 class _Receiver(pickle.Unpickler):
-    """Replaces the objects that rank 0 named by this rank's own. Rank 0 started this process: it is trusted."""
+    """Unpickler that puts this rank's objects where rank 0 named one. Rank 0 started this process: it is trusted."""
 
     def __init__(self, stream: io.BytesIO, follower: Follower) -> None:
         super().__init__(stream)

@@ -46,7 +46,7 @@ from paceline.draft_spec import parse_draft
 from paceline.engine.request import Request, SamplingParams
 from paceline.loadable import request_limits
 from paceline.outputs import FinishReason, RequestOutput, Statistics
-from paceline.text.chat import Conversation, chat_ids
+from paceline.text.chat import ChatSession, chat_ids
 from paceline.text.stop_strings import StopStringFilter, StopStrings
 from paceline.text.tokenizer import Tokenizer, load_tokenizer, prompt_ids
 
@@ -194,7 +194,7 @@ def chat(
         decoder = load(found)
         longest = decoder.n_positions - (params.max_new_tokens or 0)
         modes = Modes(decoder, config, compiled=BACKENDS[loader.backend].compiles)
-        session = Session(modes, Conversation(tokenizer, longest, system), params)
+        session = Session(modes, ChatSession(tokenizer, longest, system), params)
         modes.use(None)
         with history(history_file or cache_root() / "chat_history") if sys.stdin.isatty() else nullcontext():
             session.run()
@@ -271,7 +271,7 @@ class Session:
     """Reads lines, answers questions and obeys commands until the input is at its end. ``asked``: the last prompt."""
 
     modes: Modes
-    conversation: Conversation
+    conversation: ChatSession
     params: SamplingParams
     last: tuple[Statistics, float] | None = None
     asked: list[int] | None = None

@@ -368,7 +368,7 @@ _PROMPT = 64  # tokens of a prompt that is cut out of data
 
 
 @dataclass(frozen=True, slots=True)
-class TreeOptions:
+class TreeSearchOptions:
     """The tree, and the texts that it is searched and checked on."""
 
     nodes: Annotated[int, typer.Option(help="Number of nodes in the tree.")] = 64
@@ -397,7 +397,7 @@ def medusa_tree(
     heads: Annotated[Path, typer.Option(help="Folder of the heads.")],
     out: Annotated[Path, typer.Option(help="File for the choices.")],
     *,
-    tree: TreeOptions,
+    tree: TreeSearchOptions,
     loader: LoadOptions,
     as_json: AsJson = False,
 ) -> None:
@@ -493,7 +493,7 @@ def _run(decoder: SamplingDecoder, drafter: MedusaDrafter, rows: list[list[int]]
     return taus
 
 
-def _prompts(target: Path, tree: TreeOptions) -> list[list[int]]:
+def _prompts(target: Path, tree: TreeSearchOptions) -> list[list[int]]:
     if (tree.prompts is None) == (not tree.data):
         raise PromptError(
             "--prompts: expected either --prompts or --data to evaluate on, got both or neither; give one of them"

@@ -82,7 +82,7 @@ class _Kind:
 
 
 def _param(default: Any, kind: _Kind | None, text: str | None = None, *, in_process: bool = False) -> Any:
-    """A field of that kind; None: of any.
+    """Field of a parameter whose values are of ``kind``; None: of any type.
 
     text        help text; commands, the HTTP API and experiments have the fields with one
     in_process  it holds objects of this process, which cannot be sent to another one

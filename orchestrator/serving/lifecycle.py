@@ -1,7 +1,7 @@
 """Lifecycle of a service's models: loaded by the operator or on demand, unloaded when idle or for another model.
 
-`ModelLifecycle` decides; a `Loader` starts and ends models, and polls their usage. One lifecycle has all models of a
-service, and is used from one event loop. Ingress processes call it through `paceline.serving.serve_lifecycle` if a
+`ModelLifecycle` decides; a `ModelLoader` starts and ends models, and polls their usage. One lifecycle has all models of
+a service, and is used from one event loop. Ingress processes call it through `paceline.serving.serve_lifecycle` if a
 model does not respond. The planner decides what fits (`paceline.placement.planning.groups`), called by the loader. No
 HTTP, no Ray. Docs: decision 0021.
 """
@@ -128,7 +128,7 @@ _BUSY_RETRY_S = 10.0  # after which a model that uses the cores may be idle
 _LOOKS = 8  # checks of idle models in the shortest time to live
 
 
-class Loader(Protocol):
+class ModelLoader(Protocol):
     """Starts and ends models, and keeps an operator's decisions. Every method may raise PacelineError."""
 
     async def load(self, name: str) -> None:
@@ -172,7 +172,7 @@ class _Kept:
 class ModelLifecycle:
     """Lifecycle of a service's models, a `Lifecycle`. ``residencies``: of every model of the service, by name."""
 
-    def __init__(self, loader: Loader, residencies: Mapping[str, Residency]) -> None:
+    def __init__(self, loader: ModelLoader, residencies: Mapping[str, Residency]) -> None:
         self._loader = loader
         self._models = {name: _Kept(own, first_state(own), own.pinned) for name, own in residencies.items()}
         self._changing = asyncio.Lock()  # one model at a time is loaded or unloaded

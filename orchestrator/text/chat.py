@@ -91,7 +91,7 @@ def chat_answers(tokenizer: Tokenizer, messages: Sequence[ChatMessage]) -> tuple
 
 
 @dataclass(slots=True)
-class Conversation:
+class ChatSession:
     """Messages so far, within the model's context length.
 
     room    maximum ids of a prompt: the model's context, less the maximum of a response

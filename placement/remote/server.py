@@ -234,7 +234,7 @@ class ConnectionListener:
 _time_used = attrgetter("time_used")
 
 
-class FairQueue:
+class TargetQueue:
     """Order in which the targets' messages are served."""
 
     def __init__(self) -> None:
@@ -286,7 +286,7 @@ class DraftServer:
         self._pool = pool
         self._acceptor = ConnectionListener(listener, secret)
         self._sessions: dict[int, _TargetSession] = {}  # by the number of its socket
-        self._turns = FairQueue()
+        self._turns = TargetQueue()
         self._replied: _TargetSession | None = None  # had the last reply, and is not prepared for its next round
         self._stopped = False
         self._poll = select.poll()  # without the layers of `selectors`: every call is part of a round

@@ -16,7 +16,7 @@ from paceline.cli.options import load_draft
 from paceline.core.errors import PromptError, RequestError
 from paceline.generator import SpeculativeGenerator
 from paceline.outputs import RequestOutput
-from paceline.text.chat import Conversation, chat_ids
+from paceline.text.chat import ChatSession, chat_ids
 from paceline.text.tokenizer import load_tokenizer
 from tests.cli.calling import call, last
 
@@ -212,7 +212,7 @@ def test_chat_without_a_template_is_rejected(target: Path) -> None:
 
 def test_the_oldest_turns_are_dropped_if_the_context_is_full(chatty: Path) -> None:
     tokenizer = load_tokenizer(chatty)
-    talk_ = Conversation(tokenizer, room=12)
+    talk_ = ChatSession(tokenizer, room=12)
     assert talk_.ask("w5 w5")[1] == 0
     talk_.answer("w8 w8 w8")
     ids, forgotten = talk_.ask("w6")

@@ -41,7 +41,7 @@ MACHINE = replace(INSTANCES["cpu"], devices=2)  # two models of one core
 
 
 class PlannedLoader:
-    """A `paceline.serving.lifecycle.Loader` of this process."""
+    """A `paceline.serving.lifecycle.ModelLoader` of this process."""
 
     def __init__(self, groups: Sequence[ReplicaGroupPlan]) -> None:
         self.groups = {group.name: group for group in groups}
