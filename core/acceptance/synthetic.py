@@ -17,7 +17,7 @@ from paceline.core.types import PAD, Accepted, Proposal
 
 @dataclass(frozen=True, slots=True)
 class SyntheticAcceptance:
-    """Accept every level of a proposal with probability ``alpha``, if the levels above it are accepted."""
+    """Accept every level of a proposal with probability ``alpha`` (0 to 1), if the levels above it are accepted."""
 
     alpha: float
 

@@ -28,6 +28,9 @@ class Typical:
 
     epsilon  a token above this probability is always accepted
     alpha    scales the threshold where the target's entropy is high; Medusa uses the square root of epsilon
+
+    Raises:
+        ConfigurationError: a value is not between 0 and 1.
     """
 
     name: ClassVar[str] = "typical"

@@ -259,6 +259,11 @@ def checkpoint_path(path: str | os.PathLike[str]) -> Path:
 
     path  a folder; a GGUF file, or any part of a model in parts; a folder with one GGUF model and no other weights; the
           folder of a model in the hub's cache; or, unless there is a file of that name, a known model or a `HubId`
+
+    Raises:
+        MissingWeightsError: it is the name of a known model that was not fetched.
+        CheckpointError: the folder holds several GGUF files and nothing else to read; or it is no path.
+        DownloadError, FetchError, StorageError: the model cannot be fetched from the hub, see `snapshot`.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise CheckpointError(f"{path!r}: expected a path; give the local folder of a Hugging Face checkpoint")
