@@ -69,13 +69,7 @@ def round_cost(setup: RoundSetup, instance: Instance) -> dict[str, object]:
         "computed_slots": setup.batch or setup.slots,
         "context": setup.rows,
         "quantization": setup.quantization,
-        "padding": {
-            name: {what: list(both) for what, both in filled.items()}
-            for name, filled in (
-                ("target", sharding.padding(setup.target, setup.degree)),
-                ("draft", setup.draft.padding(setup.degree) if setup.k else {}),
-            )
-        },
+        "padding": _padding(setup),
         "round": {
             "ideal_ms": round(ideal * 1e3, 3),
             "expected_ms": round(expected * 1e3, 3),
@@ -102,6 +96,16 @@ def round_cost(setup: RoundSetup, instance: Instance) -> dict[str, object]:
             "rates of the engines": chips.ENGINES[chip_in(instance)].source,
             **{figure.what: figure.source for figure in _FIGURES},
         },
+    }
+
+
+def _padding(setup: RoundSetup) -> dict[str, dict[str, list[int]]]:
+    """Return the padding of both models: per quantity, the number of the model and the one computed."""
+    target = sharding.padding(setup.target, setup.degree)
+    draft = setup.draft.padding(setup.degree) if setup.k else {}
+    return {
+        name: {what: list(both) for what, both in filled.items()}
+        for name, filled in (("target", target), ("draft", draft))
     }
 
 

@@ -312,13 +312,9 @@ def load_weights(
     specs = expected | {copy: expected[name] for copy, name in originals.items()}
     _check_infos(places, specs, layout)
     left = _left_alone(specs, modules_to_not_convert, quantization)
-    formats = {
-        name: form
-        for name, form in _formats(place, places, specs, quantization=quantization).items()
-        if name not in left
-    }
-    loaded: dict[str, Stored] = {}
-    copies: dict[str, Stored] = {}
+    formats = _formats(place, places, specs, quantization=quantization)
+    formats = {name: form for name, form in formats.items() if name not in left}
+    loaded, copies = dict[str, Stored](), dict[str, Stored]()
     for stored in _opened(places, specs, layout):
         cut = None if shard is None else shard.slice_of(stored.spec)
         tensor = _read(stored, formats, cut, dtype=dtype, blocks=blocks)
