@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -85,9 +86,11 @@ def onnxruntime(asked: Asked) -> Iterator[tuple[str, Callable[[], Mode]]]:
     def make(form: str, grams: int) -> Mode:
         folder = Path(asked["folder"]) / f"onnx-{form}"
         if not folder.is_dir():
-            from onnxruntime_genai.models.builder import create_model
-
-            create_model(None, asked["model"], str(folder), form, "cpu", str(folder.with_name("cache")))
+            part = folder.with_suffix(".part")
+            builder = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", asked["model"], "-o", str(part)]
+            cache = ["-c", str(folder.with_name("cache"))]
+            subprocess.run([*builder, "-p", form, "-e", "cpu", *cache], check=True, stdout=sys.stderr)
+            part.rename(folder)
         model = onnxruntime_genai.Model(str(folder))
 
         def run(ids: list[int]) -> Times:
