@@ -64,7 +64,7 @@ class WeightFormat(Enum):
         try:
             return cls(name)
         except ValueError:
-            better = {"int8_per_tensor": "int8", "fp8_e5m2": "fp8_e4m3"}.get(name)  # formats of 0.1.0
+            better = {"int8_per_tensor": "int8", "fp8_e5m2": "fp8_e4m3"}.get(name)  # former formats
             raise ConfigurationError(
                 f"quantization: expected one of {', '.join(item.value for item in cls)}, or gguf to keep the "
                 f"formats of a GGUF file, got {name!r}; use "

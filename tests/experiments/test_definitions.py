@@ -95,7 +95,7 @@ def test_a_run_server_metrics_and_aiperf_records_agree(workshop: Workshop, tmp_p
     pooled = Acceptance.pooled(run)
     assert 0 < pooled.num_accepted_tokens < pooled.num_draft_tokens
 
-    metrics = MetricSet("tiny", "0", ray_too=False)
+    metrics = MetricSet("tiny", "0")
     metrics.update(host.figures(), None, num_slots=2)
     served = samples(metrics.text())
     drafts, drafted, accepted = (
