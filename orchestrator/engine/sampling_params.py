@@ -105,7 +105,8 @@ class SamplingParams:
     eos_token_id            ids that stop a sequence; default: the checkpoint's; [] for none
     pad_token_id            fills shorter rows of the result; default: the checkpoint's, else its first eos id, else 0
     stop_strings            strings that stop a sequence, as Hugging Face's; need ``tokenizer``; see `StopStrings`
-    stopping_criteria_list  Hugging Face criteria, called once per new token with ids [1, length]
+    stopping_criteria_list  Hugging Face criteria, called once per new token with ids [1, length] and no scores; one
+                            that reads scores fails at its first call
     logits_processor        Hugging Face processors, called once per decided token, on the host
     no_repeat_ngram_size, repetition_penalty   as in Hugging Face, over prompt and output; they run as processors
     presence_penalty, frequency_penalty   -2 to 2, as in OpenAI's API: subtracted from the logit of every token of the
