@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from paceline.core.detokenizer import Decodes
 from paceline.core.errors import ContextError, PromptError, SamplingError
 from paceline.core.sampling import Sampling, row_seed
-from paceline.engine.stopping import Criterion
 from paceline.text.stop_strings import StopStrings
 from paceline.text.structured_output import StructuredOutput
 
@@ -28,6 +27,9 @@ if TYPE_CHECKING:
     from transformers.generation.logits_process import LogitsProcessor
 else:
     LogitsProcessor = Callable  # for code that reads the types of the fields
+
+Criterion = Callable[..., object]
+"""Hugging Face's `StoppingCriteria`: (ids [1, length] int64, scores or None) -> bool or bool tensor [1]."""
 
 _CHECKS: dict[str, Callable[[object], bool]] = {
     "True or False": lambda value: isinstance(value, bool),
