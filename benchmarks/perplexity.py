@@ -22,8 +22,8 @@ from paceline.decoder.weights.hub import checkpoint_path
 from paceline.huggingface.cache import SlotCache
 from paceline.text.tokenizer import load_tokenizer
 
-FORMATS = ("f32", "bf16", "int8", "int8_per_tensor", "fp8_e4m3", "fp8_e5m2", "q8_0", "q4_0", "q4_1")
-CACHED = ("cache:int8", "cache:fp8_e4m3", "cache:fp8_e5m2")  # keys and values alone, f32 weights
+FORMATS = ("f32", "bf16", "int8", "fp8_e4m3", "q8_0", "q4_0", "q4_1")
+CACHED = ("cache:int8", "cache:fp8_e4m3")  # keys and values alone, f32 weights
 
 
 def pieces(model: str, text: str, *, length: int, count: int) -> torch.Tensor:

@@ -35,7 +35,7 @@ ROWS = range(1, 18)
 LAYER = ((576, 960), (576, 576), (576, 3072), (1536, 576))  # K and N
 HEADS, GROUPS, WIDTH, POSITIONS = 9, 3, 64, 4096
 PLAIN = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
-QUANTISED = ("int8", "fp8_e4m3", "fp8_e5m2", "q8_0", "q4_0", "q4_1")
+QUANTISED = ("int8", "fp8_e4m3", "q8_0", "q4_0", "q4_1")
 TURNS = 1 << 16  # of the instructions of a roof
 SETTLE_S = 0.02  # OpenMP's threads spin after a sum
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, astuple, dataclass, fields, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from typing import Literal
 
 
@@ -91,22 +91,3 @@ class DrafterHealth:
     def since(self, before: DrafterHealth) -> DrafterHealth:
         now, then = asdict(self), asdict(before)
         return replace(self, **{name: value - then[name] for name, value in now.items() if isinstance(value, int)})
-
-
-class HealthCounters:
-    """Counters that `DrafterHealth` reports, except those that only the owner of the connection has."""
-
-    def __init__(self) -> None:
-        elsewhere = ("state", "restarts", "last_error")
-        self._counts = {field.name: 0 for field in fields(DrafterHealth) if field.name not in elsewhere}
-        self.last_error = ""
-
-    def count(self, name: str, times: int = 1) -> None:
-        self._counts[name] += times
-
-    def fault(self, kind: Fault, reason: str) -> None:
-        self._counts[kind] += 1
-        self.last_error = reason
-
-    def snapshot(self, state: DrafterState, restarts: int, last_error: str) -> DrafterHealth:
-        return DrafterHealth(state=state, restarts=restarts, last_error=last_error, **self._counts)

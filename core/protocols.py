@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from itertools import takewhile
-from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from paceline.core.drafter_statistics import DrafterCounts, DrafterHealth
 from paceline.core.errors import ConfigurationError, RequestError
@@ -166,7 +166,8 @@ class TraceableDrafter(Drafter):
 
         forward(tokens, count, first_row, params, seeds, *features) -> (drafts [B, N],), followed by parents [B, N] for
         a dynamic draft shape, and by the probabilities [B, N, V] if they are sampled. Its parameters and buffers are
-        its state.
+        its state. A step with an attribute ``takes_limit`` also takes ``limit`` [B] int32, the limits of a round, and
+        skips drafts after them.
         """
 
     @abstractmethod
@@ -182,13 +183,6 @@ class TraceableDrafter(Drafter):
         """Read the commits of `update` that no proposal followed. Called, in place of `update`, before the first round
         after them in which the step reads the newest commit itself.
         """
-
-
-@runtime_checkable
-class LimitedStep(Protocol):
-    """A drafter's step that also takes ``limit`` [B] int32, the limits of a round, and skips drafts after them."""
-
-    takes_limit: bool
 
 
 class Verifier(ABC):

@@ -1,4 +1,4 @@
-"""Environment variables of a decoding process: all that are read, and all that are written.
+"""Environment of a decoding process: all variables that are read, all that are written, and its threads.
 
 PACELINE_CACHE  folder of CPU kernels, Neuron's graphs and fetched models; default ~/.cache/paceline
 CXX             the C++ compiler; default g++
@@ -10,7 +10,10 @@ process are set by its parent (`paceline.placement.host.environment`).
 
 from __future__ import annotations
 
+import ctypes
 import os
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from paceline.core.errors import ConfigurationError
@@ -46,6 +49,21 @@ def threads(usual: int, topology: Path = Path("/sys/devices/system/cpu")) -> int
         return len({path.read_text() for path in siblings})
     except OSError:
         return usual
+
+
+def threads_are_set(num_threads: int) -> bool:
+    """Return whether this process has called `torch.set_num_threads` with that number: then a new thread has it,
+    whatever it asks of OpenMP itself (seen in PyTorch 2.13).
+    """
+    import torch
+
+    def in_thread() -> int:
+        ctypes.CDLL(None).omp_set_num_threads(1)
+        return torch.get_num_threads()
+
+    with suppress(AttributeError), ThreadPoolExecutor(1) as pool:  # no OpenMP
+        return num_threads > 1 and pool.submit(in_thread).result() == num_threads
+    return False
 
 
 def with_variables(variables: dict[str, str]) -> dict[str, str]:

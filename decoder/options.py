@@ -111,7 +111,7 @@ class LoadOptions:
         "file's. Default: the format of amp.",
     )
     kv_cache_dtype: str | None = option(
-        None, "Format of keys and values: int8, fp8_e4m3 or fp8_e5m2. Default: the format of amp."
+        None, "Format of keys and values: int8 or fp8_e4m3. Default: the format of amp."
     )
     modules_to_not_convert: Sequence[str] = option(
         (),

@@ -250,9 +250,8 @@ SHADOW_EVERY = 8
 class ChoiceDrafter(_SeveralDrafters):
     """``drafters`` of chains that report no draft probabilities. At most one kind of features may be read.
 
-    names         of the drafters, in statistics; default: their classes
-    shadow_every  a drafter that is not the best, and not a text drafter, proposes once in this many rounds
-    choose_by     "speed": tokens/s, with measured times; "length": accepted tokens only, independent of time
+    names      of the drafters, in statistics; default: their classes
+    choose_by  "speed": tokens/s, with measured times; "length": accepted tokens only, independent of time
     """
 
     def __init__(
@@ -260,16 +259,11 @@ class ChoiceDrafter(_SeveralDrafters):
         drafters: Sequence[Drafter],
         names: Sequence[str] = (),
         *,
-        shadow_every: int = SHADOW_EVERY,
         choose_by: ChooseBy = "speed",
     ) -> None:
         if len(drafters) < 2:
             raise ConfigurationError(
                 "drafts: expected at least two drafters in a choice, got one; use a single one without a choice"
-            )
-        if isinstance(shadow_every, bool) or not isinstance(shadow_every, int) or shadow_every < 1:
-            raise ConfigurationError(
-                f"shadow_every: expected a whole number of at least 1, got {shadow_every!r}; correct it"
             )
         if choose_by not in ("speed", "length"):
             raise ConfigurationError(f"choose_by: expected 'speed' or 'length', got {choose_by!r}; use one of them")
@@ -289,7 +283,7 @@ class ChoiceDrafter(_SeveralDrafters):
         self._take(drafters)
         self.names = tuple(_numbered(names or [type(drafter).__name__ for drafter in drafters]))
         self._free = tuple(isinstance(drafter, TextDrafter) for drafter in drafters)
-        self._every, self._by = shadow_every, choose_by
+        self._by = choose_by
         self._scores = ShadowScores(len(drafters))
         self._proposed: float | None = None  # when this round's proposals were ready
         self._only: dict[int, int] = {}  # the one drafter of a slot whose request names it
@@ -355,7 +349,7 @@ class ChoiceDrafter(_SeveralDrafters):
         """Whether a drafter that costs time proposes: in some slot it is the best of those with a proposal, or too few
         of its forecasts are known, or its interval has passed.
         """
-        if self._scores.rounds % self._every == 0:
+        if self._scores.rounds % SHADOW_EVERY == 0:
             return True
         for slot, drafters in order.items():
             if index not in drafters:

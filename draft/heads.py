@@ -171,7 +171,7 @@ class ParallelHead(DraftHead):
 
 
 class ChainStep(nn.Module):
-    """Read a commit, then draft ``k`` tokens one by one. ``kind``: sampling mode of its rounds. A `LimitedStep`."""
+    """Read a commit, then draft ``k`` tokens one by one. ``kind``: sampling mode of its rounds."""
 
     takes_limit = True
 

@@ -93,9 +93,8 @@ def head_form(target: nn.Module, quantization: str | None) -> WeightFormat | Non
     """
     if quantization is not None:
         return head_format(quantization)
-    floats = (WeightFormat.FP8_E4M3, WeightFormat.FP8_E5M2)
     packed = [one.format for one in target.modules() if isinstance(one, PackedMatrix)]
-    return WeightFormat.INT8 if any(form not in floats for form in packed) else None
+    return WeightFormat.INT8 if any(form is not WeightFormat.FP8_E4M3 for form in packed) else None
 
 
 def unless_equal(own: Tensor | None, shared: object) -> Tensor | None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from paceline.heads import options
 from paceline.heads.checkpoint import DraftVocab
 
 _SMOOTHING = 0.5  # of a rate in D-PACE, as in the paper
@@ -47,7 +48,7 @@ def lk_hybrid(logits: Tensor, probs: Tensor) -> Tensor:
     return weight * divergence + (1 - weight) * (1 - rate)
 
 
-LOSSES = {"ce": cross_entropy, "lk_hybrid": lk_hybrid, "nla": negative_log_acceptance}
+LOSSES = dict(zip(options.LOSSES, (cross_entropy, lk_hybrid, negative_log_acceptance), strict=True))
 
 
 @torch.no_grad()

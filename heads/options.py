@@ -13,6 +13,9 @@ EVAL_SAMPLES = "Number of sequences to evaluate on, which are not trained on."
 TEXTS_PER_FILE = 64
 """Sequences whose hidden states are kept in one file."""
 
+LOSSES = ("ce", "lk_hybrid", "nla")
+"""Names of the losses of `paceline.heads.losses`."""
+
 _GIGABYTE = 1e9
 
 
@@ -70,13 +73,11 @@ class DraftTraining(TrainingOptions):
     dpace: bool = option(False, "Weights of the drafts of a chain by D-PACE: most where chains end most.")
 
     def __post_init__(self) -> None:
+        if self.loss not in LOSSES:  # before PyTorch is loaded
+            raise ConfigurationError(f"loss: expected one of {', '.join(LOSSES)}, got {self.loss!r}; use one of them")
         TrainingOptions.__post_init__(self)  # `super()` does not work in a slotted dataclass
         if self.tokens < 1:
             raise ConfigurationError(f"tokens: expected at least 1, got {self.tokens}; raise it")
-        from paceline.heads.losses import LOSSES  # loads PyTorch
-
-        if self.loss not in LOSSES:
-            raise ConfigurationError(f"loss: expected one of {', '.join(LOSSES)}, got {self.loss!r}; use one of them")
         if TEXTS_PER_FILE % self.batch_size:
             raise ConfigurationError(
                 f"batch_size: expected a divisor of {TEXTS_PER_FILE}, got {self.batch_size}; change it, since the "

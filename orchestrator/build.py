@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from math import prod
 from typing import TypeVar
 
@@ -83,7 +81,7 @@ def _few_threads(config: ModelConfig) -> Iterator[None]:
     ones spin. Afterwards `environment.threads` of them compute.
     """
     usual = torch.get_num_threads()
-    if not _is_set(usual):
+    if not environment.threads_are_set(usual):
         usual = environment.threads(usual)
     numbers = sum(prod(spec.shape) for spec in registry.family(config.model_type).tensors(config).values())
     torch.set_num_threads(min(usual, 1 + numbers // _A_THREAD))
@@ -91,20 +89,6 @@ def _few_threads(config: ModelConfig) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(usual)
-
-
-def _is_set(num_threads: int) -> bool:
-    """Whether this process has called `torch.set_num_threads` with that number: then a new thread has it, whatever it
-    asks of OpenMP itself (seen in PyTorch 2.13).
-    """
-
-    def in_thread() -> int:
-        ctypes.CDLL(None).omp_set_num_threads(1)
-        return torch.get_num_threads()
-
-    with suppress(AttributeError), ThreadPoolExecutor(1) as pool:  # no OpenMP
-        return num_threads > 1 and pool.submit(in_thread).result() == num_threads
-    return False
 
 
 def engine(

@@ -147,7 +147,7 @@ class SpeculativeConfig(BaseModel):
 
     @classmethod
     def part_of(cls, values: Mapping[str, Any]) -> SpeculativeConfig:
-        """Select the options among other keys; missing ones have their defaults."""
+        """Select the options among other keys; missing ones have their defaults. Errors as of the class."""
         return cls(**{name: values[name] for name in cls.model_fields if name in values})
 
     @classmethod

@@ -140,8 +140,12 @@ class SpeculativeGenerator:
         attention_mask   [B, S], 0 where ``input_ids`` is padding (left or right); without it every id is real
         streamer         Hugging Face streamer, for one prompt
 
-        Returns LongTensor [B, <= sequence_length], or a `GenerationResult` with ``return_dict``. Raises PromptError,
-        SamplingError or ConfigurationError before any work starts; DecoderBusyError if a decoder is in use.
+        Returns LongTensor [B, <= sequence_length], or a `GenerationResult` with ``return_dict``.
+
+        Raises:
+            PromptError, SamplingError: before any work starts, prompts or values cannot be served; later, a processor
+                or criterion cannot be used.
+            DecoderBusyError: a decoder is in use.
         """
         if overrides.pop("top_p_min_tokens", 1) != 1:
             raise SamplingError("top_p_min_tokens: expected 1, which top_p always keeps, got another; omit it")
@@ -177,6 +181,9 @@ class SpeculativeGenerator:
 
         Bad input and a busy decoder raise in this call, not at the first output. The decoders are held until the stream
         is exhausted, closed or dropped.
+
+        Raises:
+            PromptError, SamplingError, DecoderBusyError: as `sample`.
         """
         params = SamplingParams.merge(params, overrides, sequence_length=sequence_length)
         requests = Request.batch(input_ids, params, self.limits, attention_mask=attention_mask)
@@ -186,6 +193,9 @@ class SpeculativeGenerator:
         """Serve a queue until it is empty and every request has finished.
 
         Requests that join later share rounds with those that are there, and get the same tokens as alone.
+
+        Raises:
+            DecoderBusyError: a decoder is in use.
         """
 
         def begin(statistics: Statistics) -> Generator[RequestOutput, None, None]:
@@ -196,7 +206,7 @@ class SpeculativeGenerator:
         return HeldStream(self, begin)
 
     def steps(self, queue: RequestQueue) -> StepStream:
-        """Serve a queue, with all outputs of a step together; see `paceline.engine.engine.Engine.run`."""
+        """Serve a queue as `serve`, with all outputs of a step together; see `paceline.engine.engine.Engine.run`."""
         return HeldStream(self, partial(self._run, queue))
 
     def compile(self, *, kinds: Sequence[str] = COMPILED_KINDS) -> None:

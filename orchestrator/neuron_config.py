@@ -417,14 +417,7 @@ class _Reader:
             )
         if not quantized:
             return None, []
-        if dtype in ("int8", "s8"):
-            return ("int8_per_tensor" if kind == _WHOLE else "int8"), list(names)
-        if kind == _WHOLE:
-            raise ConfigurationError(
-                f"quantization_type: expected {_CHANNEL} for quantization_dtype={dtype!r}, whose rows have one "
-                f"scale each, got {kind!r}; use {_CHANNEL}"
-            )
-        return f"fp8_{dtype[2:6]}", list(names)
+        return "int8" if dtype in ("int8", "s8") else "fp8_e4m3", list(names)
 
     def _quant(self, quant: Mapping[str, object]) -> object:
         known = self.tables.quant

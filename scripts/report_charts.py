@@ -2,7 +2,7 @@
 
 Text is drawn as paths, the background is transparent, and the same measurements give the same file. Every file carries
 a digest of what it shows, so that `report.py --check` sees a stale chart without drawing it again. Needs matplotlib
-(extra `plots`) only to draw.
+(extra `dev`) only to draw.
 """
 
 from __future__ import annotations

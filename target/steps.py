@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from paceline.core import tree
 from paceline.core.acceptance.base import AcceptanceRule, TargetView, committed
-from paceline.core.protocols import LimitedStep
 from paceline.core.types import PAD, Commit, DraftShape, FeatureSpec, Proposal, SamplingKind, SamplingTensors
 from paceline.decoder.decoder import FeatureBuffer, ModelWithCache
 from paceline.decoder.kernels.protocol import Kernels, Tree
@@ -168,7 +167,7 @@ class FusedStep(nn.Module):
     ) -> None:
         super().__init__()
         self.draft, self.verify, self.carry, self._lean = draft, verify, carry, lean
-        self._limits_drafts = isinstance(draft, LimitedStep) and verify.body.skips_idle
+        self._limits_drafts = hasattr(draft, "takes_limit") and verify.body.skips_idle
 
     def forward(
         self, tokens: Tensor, count: Tensor, first_row: Tensor, limit: Tensor, *rest: Tensor

@@ -18,7 +18,6 @@ RAY = (
     "tests/placement/test_core_allocator.py",
     "tests/experiments/test_parallel.py",
     "tests/placement/test_starting.py",
-    "tests/serving/test_ray_metrics.py",
     "tests/serving/test_served_process.py",
 )
 """Files that use the fixture `cluster`: the longest piece, most of it spent waiting for other processes."""

@@ -7,6 +7,7 @@ shapes, so that it compiles into the verification graph. Rules make no probabili
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
@@ -18,11 +19,8 @@ if TYPE_CHECKING:
 Needs = Literal["choices", "probs", "both"]
 
 
-class SampleTokens(Protocol):
-    """`paceline.core.probs.sample_tokens`, or a kernel that gives the same tokens."""
-
-    def __call__(self, logits: Tensor, positions: Tensor, sampling: SamplingTensors, *, stream: int = ...) -> Tensor:
-        """logits [B, T, V] float32, positions [B, T] int32 -> [B, T] int32."""
+SampleTokens = Callable[..., "Tensor"]
+"""`paceline.core.probs.sample_tokens`, or a kernel that gives the same tokens."""
 
 
 def _sample_tokens() -> SampleTokens:

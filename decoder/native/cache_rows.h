@@ -38,7 +38,7 @@ inline void write_row(T* row, const float* from, int64_t D) {
   }
 }
 
-// Keys and values of a layer; `format` as `Format` of matrix.h: plain, INT8, E4M3 or E5M2.
+// Keys and values of a layer; `format` as `Format` of matrix.h: plain, INT8 or E4M3.
 struct Cache {
   void *keys, *values;
   int64_t format;

@@ -87,9 +87,8 @@ struct Int8 {
 
 // A weight is scale * number. The factor that the `load` of vectors.h omits from every number is included in the scale:
 // a power of two, so nothing is rounded.
-template <class Float8>
 struct Floats8 {
-  const Float8* data;
+  const Float8E4M3* data;
   int64_t K;
   const float* scales;
   static constexpr int64_t SPREAD = STEP;
@@ -97,10 +96,10 @@ struct Floats8 {
   Floats8 from(int64_t n) const { return {data + n * K, K, scales + n}; }
   const char* bytes() const { return (const char*)data; }
   float tail(int64_t n, int64_t k) const { return widen(data[n * K + k]); }
-  float finished(int64_t n, float sum) const { return sum * Float8::UNIT * scales[n]; }
+  float finished(int64_t n, float sum) const { return sum * Float8E4M3::UNIT * scales[n]; }
   template <class V>
   V half(int64_t n, int64_t k, bool second) const {
-    const Float8* p = data + n * K + k + second * VL;
+    const Float8E4M3* p = data + n * K + k + second * VL;
     return beside_rows<V>(p, p + K);
   }
 };
@@ -160,8 +159,7 @@ inline void in_format(const Stored& w, int64_t K, Body body) {
     case BFLOAT16: return body(Plain<BFloat16>{(const BFloat16*)w.data, K});
     case FLOAT16: return body(Plain<Float16>{(const Float16*)w.data, K});
     case INT8: return body(Int8{(const int8_t*)w.data, K, w.scales});
-    case E4M3: return body(Floats8<Float8E4M3>{(const Float8E4M3*)w.data, K, w.scales});
-    case E5M2: return body(Floats8<Float8E5M2>{(const Float8E5M2*)w.data, K, w.scales});
+    case E4M3: return body(Floats8{(const Float8E4M3*)w.data, K, w.scales});
     case Q8_0: return body(Blocked<BlockQ8_0>{(const BlockQ8_0*)w.data, K});
     case Q4_0: return body(Blocked<BlockQ4_0>{(const BlockQ4_0*)w.data, K});
     default: return body(Blocked<BlockQ4_1>{(const BlockQ4_1*)w.data, K});

@@ -34,7 +34,6 @@ _TYPES = {
     torch.float64: 7,
     torch.bool: 11,
     torch.bfloat16: 15,
-    torch.float8_e5m2: 23,
     torch.float8_e4m3fn: 24,
 }
 """Numbers of dtypes in PyTorch's `c10::ScalarType`."""

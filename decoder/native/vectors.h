@@ -30,7 +30,7 @@ typedef Float16 VecF16 __attribute__((vector_size(VL * 2)));
 
 // Codes of the formats of matrices. The first three also apply to norms and biases; these and the 8-bit formats without
 // blocks apply to caches.
-enum Format : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT8 = 3, Q8_0 = 4, Q4_0 = 5, Q4_1 = 6, E4M3 = 7, E5M2 = 8 };
+enum Format : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT8 = 3, Q8_0 = 4, Q4_0 = 5, Q4_1 = 6, E4M3 = 7 };
 
 struct BFloat16 {
   uint16_t bits;
@@ -70,24 +70,15 @@ struct Float8E4M3 {
   static constexpr int BIAS = 7, FRACTION = 3;
   static uint16_t half(uint16_t b) { return (uint16_t)((b & 0x80) << 8 | (b & 0x7f) << 7); }
 };
-struct Float8E5M2 {
-  uint8_t bits;
-  static constexpr float UNIT = 1;
-  static constexpr int BIAS = 15, FRACTION = 2;
-  static uint16_t half(uint16_t b) { return (uint16_t)(b << 8); }
-};
-template <class Float8, class = decltype(Float8::UNIT)>
-inline float widen(Float8 x) {
-  const uint16_t word = Float8::half(x.bits);
+inline float widen(Float8E4M3 x) {
+  const uint16_t word = Float8E4M3::half(x.bits);
   Float16 value;
   std::memcpy(&value, &word, 2);
   return (float)value;
 }
-template <class Float8, class = decltype(Float8::UNIT)>
-inline Vec load(const Float8* p) {
+inline Vec load(const Float8E4M3* p) {
 #if defined(__AVX2__) && defined(__F16C__)
   const __m128i b = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)p));
-  if constexpr (Float8::UNIT == 1) return (Vec)_mm256_cvtph_ps(_mm_slli_epi16(b, 8));
   const __m128i sign = _mm_and_si128(_mm_slli_epi16(b, 8), _mm_set1_epi16((int16_t)0x8000));
   const __m128i rest = _mm_slli_epi16(_mm_and_si128(b, _mm_set1_epi16(0x7f)), 7);
   return (Vec)_mm256_cvtph_ps(_mm_or_si128(sign, rest));
@@ -121,23 +112,22 @@ inline void narrow(BFloat16* p, float x) {  // round to nearest, ties to even, a
 }
 // The largest number of a type of 8 bits.
 template <class T>
-constexpr float LARGEST = std::is_same_v<T, int8_t> ? 127.0f : std::is_same_v<T, Float8E4M3> ? 448.0f : 57344.0f;
+constexpr float LARGEST = std::is_same_v<T, int8_t> ? 127.0f : 448.0f;
 inline void narrow(int8_t* p, float x) {  // to nearest, ties to even
   x = std::nearbyint(x);
   *p = (int8_t)(x > 127.0f ? 127.0f : x < -127.0f ? -127.0f : x);
 }
-template <class Float8, class = decltype(Float8::UNIT)>
-inline void narrow(Float8* p, float x) {  // to nearest, ties to even; saturating
-  constexpr int DROPPED = 23 - Float8::FRACTION;
-  const float most = LARGEST<Float8>;
+inline void narrow(Float8E4M3* p, float x) {  // to nearest, ties to even; saturating
+  constexpr int DROPPED = 23 - Float8E4M3::FRACTION;
+  const float most = LARGEST<Float8E4M3>;
   x = x > most ? most : x < -most ? -most : x;
   uint32_t word;
   std::memcpy(&word, &x, 4);
   const uint32_t sign = word >> 31 << 7;
   word &= 0x7fffffff;
-  if (word < (uint32_t)(127 - Float8::BIAS + 1) << 23) {
+  if (word < (uint32_t)(127 - Float8E4M3::BIAS + 1) << 23) {
     // Subnormal: added to a number whose last bit is worth the smallest step, the value is rounded to such steps.
-    const uint32_t beside = (uint32_t)(127 - Float8::BIAS + DROPPED + 1) << 23;
+    const uint32_t beside = (uint32_t)(127 - Float8E4M3::BIAS + DROPPED + 1) << 23;
     float value, base;
     std::memcpy(&value, &word, 4);
     std::memcpy(&base, &beside, 4);
@@ -146,7 +136,7 @@ inline void narrow(Float8* p, float x) {  // to nearest, ties to even; saturatin
     word -= beside;
   } else {
     const uint32_t odd = word >> DROPPED & 1;
-    word = (word - ((uint32_t)(127 - Float8::BIAS) << 23) + ((1u << (DROPPED - 1)) - 1) + odd) >> DROPPED;
+    word = (word - ((uint32_t)(127 - Float8E4M3::BIAS) << 23) + ((1u << (DROPPED - 1)) - 1) + odd) >> DROPPED;
   }
   p->bits = (uint8_t)(sign | word);
 }

@@ -144,14 +144,10 @@ def _read_matrix(
     by_rows = part is not None and (part.dim == 1) is stored.spec.transposed
     if made is not None and made.beyond and form is WeightFormat.FP8_E4M3:
         made = within_e4m3(made)
-    own = made is None and part is not None and form is not WeightFormat.INT8_PER_TENSOR
-    if own and part is not None and not by_rows:
-        return _quantised_columns(stored, form, part)
-    if made is None and not own:
-        made = _quantised(stored, form, None)
     if part is None:
-        assert made is not None
-        return made
+        return _quantised(stored, form, None) if made is None else made
+    if made is None and not by_rows:
+        return _quantised_columns(stored, form, part)
     if made is not None and not by_rows:
         (span,) = part.ranges  # of columns there is one
         return made.columns_of(*span, part.size)
@@ -186,9 +182,8 @@ def _quantised(stored: _Stored, form: WeightFormat | None, span: tuple[int, int]
     rows, columns = _shape(stored)
     first, last = span or (0, rows)
     with _named(stored):
-        return quantize_pieces(
-            lambda: _finite_rows(stored, (first, last)), (last - first, columns), form or WeightFormat.Q8_0
-        )
+        pieces = _finite_rows(stored, (first, last))
+        return quantize_pieces(pieces, (last - first, columns), form or WeightFormat.Q8_0)
 
 
 def _quantised_columns(stored: _Stored, form: WeightFormat | None, part: TensorSlice) -> QuantizedTensor:

@@ -28,9 +28,7 @@ class WeightFormat(Enum):
     """A format of quantised matrices. The value is its name in options; ``code`` is its number in native kernels."""
 
     INT8 = "int8"
-    INT8_PER_TENSOR = "int8_per_tensor"
     FP8_E4M3 = "fp8_e4m3"
-    FP8_E5M2 = "fp8_e5m2"
     Q8_0 = "q8_0"
     Q4_0 = "q4_0"
     Q4_1 = "q4_1"
@@ -38,8 +36,7 @@ class WeightFormat(Enum):
     @property
     def code(self) -> int:
         """Number of this format in `Format` of decoder/native/matrix.h."""
-        eights = {"int8": 3, "int8_per_tensor": 3, "fp8_e4m3": 7, "fp8_e5m2": 8}
-        return {**eights, "q8_0": 4, "q4_0": 5, "q4_1": 6}[self.value]
+        return {"int8": 3, "fp8_e4m3": 7, "q8_0": 4, "q4_0": 5, "q4_1": 6}[self.value]
 
     @property
     def block_bytes(self) -> int:
@@ -51,17 +48,12 @@ class WeightFormat(Enum):
         """Dtype of the tensor that contains the numbers: that of a number, or bytes of blocks."""
         import torch
 
-        eights = {"int8": torch.int8, "int8_per_tensor": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}
-        return {**eights, "fp8_e5m2": torch.float8_e5m2}.get(self.value, torch.uint8)
+        return {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}.get(self.value, torch.uint8)
 
     @property
     def largest(self) -> float:
         """The number that the largest of a row becomes, where rows have scales."""
-        if self is WeightFormat.FP8_E4M3:
-            return E4M3_LARGEST
-        import torch
-
-        return 127.0 if self.dtype is torch.int8 else torch.finfo(self.dtype).max
+        return E4M3_LARGEST if self is WeightFormat.FP8_E4M3 else 127.0
 
     def row_bytes(self, columns: int) -> int:
         """Return the bytes of a row of ``columns`` numbers, without its scale."""
@@ -72,13 +64,15 @@ class WeightFormat(Enum):
         try:
             return cls(name)
         except ValueError:
+            better = {"int8_per_tensor": "int8", "fp8_e5m2": "fp8_e4m3"}.get(name)  # former formats
             raise ConfigurationError(
                 f"quantization: expected one of {', '.join(item.value for item in cls)}, or gguf to keep the "
-                f"formats of a GGUF file, got {name!r}; use one of them"
+                f"formats of a GGUF file, got {name!r}; use "
+                + ("one of them" if better is None else f"{better!r}, which has as many bytes and is more exact")
             ) from None
 
 
-CACHE_FORMATS = (WeightFormat.INT8, WeightFormat.FP8_E4M3, WeightFormat.FP8_E5M2)
+CACHE_FORMATS = (WeightFormat.INT8, WeightFormat.FP8_E4M3)
 """Those of keys and values of 8 bits (``kv_cache_dtype``)."""
 
 SCALE_BYTES = 4

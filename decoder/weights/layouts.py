@@ -15,8 +15,8 @@ from paceline.decoder.json_fields import read_json_object
 from paceline.decoder.weights.folder import is_gguf
 from paceline.decoder.weights.formats import WeightFormat
 
-STORED_FORMATS = {"I8": WeightFormat.INT8, "F8_E4M3": WeightFormat.FP8_E4M3, "F8_E5M2": WeightFormat.FP8_E5M2}
-"""By what safetensors call a type: the format of a matrix with scales."""
+STORED_FORMATS = {"I8": WeightFormat.INT8, "F8_E4M3": WeightFormat.FP8_E4M3, "F8_E5M2": None}
+"""By what safetensors call a type: the format of a matrix with scales; None: it is read as floats."""
 
 OWN_METHOD = "paceline"
 """The ``quant_method`` of what other programs do not read."""

@@ -1,8 +1,7 @@
 """Quantised weight matrices: their formats, how one is made of float numbers, and how it is turned back.
 
-`int8` has a scale for every row (output channel): symmetric, ``scale = max |w| / 127``; `int8_per_tensor` has the same
-one in all rows. `fp8_e4m3` and `fp8_e5m2` (Micikevicius et al., arXiv 2209.05433) have a scale for every row, too:
-``max |w| / largest``, which is `E4M3_LARGEST` or 57344. `q8_0`, `q4_0` and `q4_1` are the blocks of 32 numbers of GGUF
+`int8` has a scale for every row (output channel): symmetric, ``scale = max |w| / 127``; so has `fp8_e4m3` (Micikevicius
+et al., arXiv 2209.05433): ``max |w| / E4M3_LARGEST``. `q8_0`, `q4_0` and `q4_1` are the blocks of 32 numbers of GGUF
 files, as the package ``gguf`` reads and rounds them.
 """
 
@@ -10,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -98,15 +97,13 @@ def joined_rows(parts: Sequence[QuantizedTensor], rows: int | None = None) -> Qu
 def quantize(weight: Tensor, form: WeightFormat) -> QuantizedTensor:
     """A float matrix [N, K] in a format."""
     step = max(1, _PIECE // max(1, weight.shape[1]))
-    return quantize_pieces(lambda: weight.split(step), (weight.shape[0], weight.shape[1]), form)
+    return quantize_pieces(weight.split(step), (weight.shape[0], weight.shape[1]), form)
 
 
-def quantize_pieces(
-    pieces: Callable[[], Iterable[Tensor]], shape: tuple[int, int], form: WeightFormat
-) -> QuantizedTensor:
+def quantize_pieces(pieces: Iterable[Tensor], shape: tuple[int, int], form: WeightFormat) -> QuantizedTensor:
     """A matrix [N, K] in a format, of which some rows at a time are in memory as floats.
 
-    pieces  gives its rows [n, K] from the first one on; called twice where all rows have one scale
+    pieces  its rows [n, K] from the first one on
     """
     rows, columns = shape
     if form.block_bytes and columns % GROUP:
@@ -114,18 +111,15 @@ def quantize_pieces(
             f"quantization: expected rows of a multiple of {GROUP} numbers for blocks, got {columns}; use "
             "quantization='int8'"
         )
-    largest = None
-    if form is WeightFormat.INT8_PER_TENSOR:
-        largest = torch.stack([piece.float().abs().amax() for piece in _smaller(pieces())]).amax()
     data = torch.empty(rows, form.row_bytes(columns), dtype=form.dtype)
     scales = None if form.block_bytes else torch.empty(rows)
     begin = 0
-    for piece in _smaller(pieces()):
+    for piece in _smaller(pieces):
         end = begin + len(piece)
         if scales is None:
             data[begin:end] = _blocks(piece, form)
         else:
-            data[begin:end], scales[begin:end] = _scaled(piece, form, largest)
+            data[begin:end], scales[begin:end] = _scaled(piece, form)
         begin = end
     assert begin == rows, "the pieces are the matrix"
     return QuantizedTensor(data, scales, form, columns)
@@ -139,10 +133,10 @@ def _smaller(pieces: Iterable[Tensor]) -> Iterator[Tensor]:
         yield from piece.split(max(1, _PIECE // max(1, piece.shape[1])))
 
 
-def _scaled(piece: Tensor, form: WeightFormat, largest: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Rows [n, K] in an 8-bit type and their scales [n]; ``largest``: one maximum for all rows."""
+def _scaled(piece: Tensor, form: WeightFormat) -> tuple[Tensor, Tensor]:
+    """Rows [n, K] in an 8-bit type and their scales [n]."""
     wide = piece.float()
-    most = wide.abs().amax(1) if largest is None else largest.expand(len(wide))
+    most = wide.abs().amax(1)
     scales = torch.where(most > 0, most / form.largest, torch.ones_like(most))
     return rounded(wide / scales.unsqueeze(1), form.dtype), scales
 

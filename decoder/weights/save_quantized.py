@@ -57,7 +57,7 @@ def quantization_config(form: WeightFormat, *, turned: bool = False) -> dict[str
     """Return the description of matrices of a format for config.json; None: the layout cannot describe it.
 
     What compressed-tensors has no place for has another ``quant_method``, so that no other program takes it for what it
-    is not: float8_e5m2, and matrices [in, out] (``turned``), with scales [1, out].
+    is not: matrices [in, out] (``turned``), with scales [1, out].
     """
     if form is WeightFormat.Q4_1 or (turned and form.block_bytes):
         return None
@@ -68,9 +68,7 @@ def quantization_config(form: WeightFormat, *, turned: bool = False) -> dict[str
         weights.update(num_bits=4 if form is WeightFormat.Q4_0 else 8, strategy="group", group_size=GROUP)
     if form.dtype.is_floating_point:
         made["format"], weights["type"] = "float-quantized", "float"
-    if form is WeightFormat.INT8_PER_TENSOR:
-        weights["strategy"] = "tensor"
-    if turned or form is WeightFormat.FP8_E5M2:
+    if turned:
         made["quant_method"] = OWN_METHOD
     return made
 
@@ -78,8 +76,8 @@ def quantization_config(form: WeightFormat, *, turned: bool = False) -> dict[str
 def save_quantized(path: str | os.PathLike[str], folder: str | os.PathLike[str], quantization: str = "int8") -> None:
     """Write the checkpoint ``path`` into ``folder`` with quantised matrices: those of layers and of the vocabulary.
 
-    `AutoDecoder.from_pretrained` loads it as it stands, without an option. Formats: int8, int8_per_tensor, fp8_e4m3,
-    fp8_e5m2, q8_0 and q4_0, the last two not for families that store their matrices turned.
+    `AutoDecoder.from_pretrained` loads it as it stands, without an option. Formats: int8, fp8_e4m3, q8_0 and q4_0, the
+    last two not for families that store their matrices turned.
 
     Raises:
         ConfigurationError: the format is another one, or both folders are one.
@@ -90,8 +88,8 @@ def save_quantized(path: str | os.PathLike[str], folder: str | os.PathLike[str],
     form = None if quantization == "gguf" else WeightFormat.of(quantization)
     if form is None or form is WeightFormat.Q4_1:
         raise ConfigurationError(
-            "quantization: expected int8, int8_per_tensor, fp8_e4m3, fp8_e5m2, q8_0 or q4_0 for safetensors, got "
-            f"{quantization!r}; use one of them, or write a GGUF file with the package gguf"
+            f"quantization: expected int8, fp8_e4m3, q8_0 or q4_0 for safetensors, got {quantization!r}; use one of "
+            "them, or write a GGUF file with the package gguf"
         )
     if is_gguf(place):
         raise ConfigurationError(
@@ -104,8 +102,8 @@ def save_quantized(path: str | os.PathLike[str], folder: str | os.PathLike[str],
     said = quantization_config(form, turned=any(spec.transposed for spec in specs.values()))
     if said is None:
         raise ConfigurationError(
-            f"quantization: expected int8, int8_per_tensor, fp8_e4m3 or fp8_e5m2 for {config.model_type}, whose "
-            "matrices are stored as [in, out], got blocks; use one of these"
+            f"quantization: expected int8 or fp8_e4m3 for {config.model_type}, whose matrices are stored as [in, out], "
+            "got blocks; use one of these"
         )
     tensors: dict[str, Tensor] = {}
     for name, stored in load_weights(place, config, torch.float32, quantization=quantization).items():
@@ -126,10 +124,7 @@ def save_quantized(path: str | os.PathLike[str], folder: str | os.PathLike[str],
 def _parts(name: str, matrix: QuantizedTensor, *, turned: bool) -> dict[str, Tensor]:
     if matrix.scales is None:
         return packed_parts(name, matrix)
-    if matrix.format is WeightFormat.INT8_PER_TENSOR:
-        scales = matrix.scales[:1]
-    else:
-        scales = matrix.scales.unsqueeze(0 if turned else 1)
+    scales = matrix.scales.unsqueeze(0 if turned else 1)
     return {name: matrix.data.t().contiguous() if turned else matrix.data, name + "_scale": scales}
 
 

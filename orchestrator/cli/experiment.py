@@ -303,37 +303,6 @@ def compare(
         console.say(console.err(), f"{alone} cells are in one of the runs alone, and are left out", style="yellow")
 
 
-@app.command("import")
-def import_records(
-    files: Annotated[list[Path], typer.Argument(help="JSON lines: responses of vLLM or records of AIPerf.")],
-    *,
-    as_json: AsJson = False,
-) -> None:
-    """Show the acceptance that other engines recorded, by the definitions of this program; a line for every file.
-
-    Records need the arrays of every step (vLLM: --per-request-spec-decode-metrics detailed).
-    """
-    with console.refusals():
-        from paceline.experiments.definitions import Acceptance
-        from paceline.experiments.exchange import read_records
-
-        found = [(file, [one for _, one in read_records(file)]) for file in files]
-    rows = [{"file": str(file), "requests": len(ones), **Acceptance.pooled(ones).to_dict()} for file, ones in found]
-    if as_json:
-        typer.echo(json.dumps(rows))
-        return
-    shown = ("mean_acceptance_length", "tokens_per_round", "draft_acceptance_rate", "conditional_acceptance_rate")
-    cells = [
-        (
-            *(row["file"], row["requests"], *(f"{row[name]:.3f}" for name in shown)),
-            "  ".join(f"{place:.0%}" for place in row["acceptance_by_position"]),
-        )
-        for row in rows
-    ]
-    columns = (name.replace("_", " ") for name in shown)
-    console.table("file", "requests", *columns, "acceptance by position", rows=cells)
-
-
 @app.command()
 def report(folder: ResultFolder) -> None:
     """Make report.md and report.html of a folder again."""

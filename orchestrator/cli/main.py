@@ -49,7 +49,7 @@ COMMANDS = {
 
 GROUPS = {
     "train": dict.fromkeys(("medusa", "dflash", "pard", "eagle"), "train"),
-    "experiment": dict.fromkeys(("run", "whatif", "regret", "compare", "import", "report", "export"), "experiment"),
+    "experiment": dict.fromkeys(("run", "whatif", "regret", "compare", "report", "export"), "experiment"),
     "models": dict.fromkeys(("list", "load", "unload", "pin", "unpin"), "serve"),
 }
 """The same of the commands in groups."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from paceline.core.errors import RequestError
+from paceline.core.errors import RequestError, SamplingError
 from paceline.core.protocols import Reading, TextProcessing
 from paceline.core.sampling import IDLE_ROW, sampling_tensors, widest
 from paceline.core.types import (
@@ -28,7 +28,7 @@ from paceline.core.types import (
     TokenScore,
 )
 from paceline.engine.request import Request
-from paceline.engine.stopping import stopped_by
+from paceline.engine.sampling_params import Criterion
 from paceline.outputs import FinishReason, RequestOutput, Statistics
 from paceline.text.row_processing import RowProcessing
 from paceline.text.stop_strings import StopStringFilter
@@ -142,11 +142,46 @@ class Slot:
             self._filter.push(token)
             if self._filter.finished:
                 return "stop"
-        reason = stopped_by(request.criteria, self.text) if request.criteria else None
+        reason = _stopped_by(request.criteria, self.text) if request.criteria else None
         return "length" if reason is None and len(self.text) >= request.max_length else reason
 
     def fail(self, error: RequestError) -> None:
         self.error = error
+
+
+def _stopped_by(criteria: Sequence[Criterion], text: Sequence[int]) -> FinishReason | None:
+    """Return why a text stops by the first of Hugging Face's criteria that says so; None = none does. They are called
+    once for every committed token with the growing prefix, as plain decoding would call them.
+    """
+    ids = torch.tensor([text])
+    for criterion in criteria:
+        try:
+            verdict = criterion(ids, None)
+        except (TypeError, AttributeError) as error:
+            if "NoneType" not in str(error):
+                raise
+            name = getattr(criterion, "__qualname__", type(criterion).__name__)
+            raise SamplingError(
+                f"stopping_criteria_list: {name} reads scores, which criteria do not receive (None, as in `generate` "
+                "without output_scores); use criteria that read only the ids",
+                param="stopping_criteria_list",
+            ) from error
+        if bool(verdict.all()) if isinstance(verdict, torch.Tensor) else bool(verdict):
+            return _reason_of(criterion)
+    return None
+
+
+def _reason_of(criterion: Criterion) -> FinishReason:
+    """Hugging Face's own criteria for length and time are named as such."""
+    from transformers.generation import stopping_criteria as hf  # slow to import, and seldom needed
+
+    if isinstance(criterion, hf.MaxTimeCriteria):
+        return "time"
+    if isinstance(criterion, hf.MaxLengthCriteria):
+        return "length"
+    if isinstance(criterion, (hf.StopStringCriteria, hf.EosTokenCriteria)):
+        return "stop"
+    return "criteria"
 
 
 class Batch:

@@ -15,8 +15,7 @@ from paceline.core.detokenizer import Decodes
 from paceline.core.errors import ConfigurationError, PromptError, SamplingError
 from paceline.core.protocols import Processor
 from paceline.core.sampling import Sampling
-from paceline.engine.sampling_params import SamplingParams, is_tensor, processor_list, shown
-from paceline.engine.stopping import Criterion
+from paceline.engine.sampling_params import Criterion, SamplingParams, is_tensor, processor_list, shown
 from paceline.text.stop_strings import StopStrings
 from paceline.text.structured_output import Grammar, GrammarCompiler, StructuredOutput
 

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from paceline.core.detokenizer import Decodes
 from paceline.core.errors import ContextError, PromptError, SamplingError
 from paceline.core.sampling import Sampling, row_seed
-from paceline.engine.stopping import Criterion
 from paceline.text.stop_strings import StopStrings
 from paceline.text.structured_output import StructuredOutput
 
@@ -28,6 +27,9 @@ if TYPE_CHECKING:
     from transformers.generation.logits_process import LogitsProcessor
 else:
     LogitsProcessor = Callable  # for code that reads the types of the fields
+
+Criterion = Callable[..., object]
+"""Hugging Face's `StoppingCriteria`: (ids [1, length] int64, scores or None) -> bool or bool tensor [1]."""
 
 _CHECKS: dict[str, Callable[[object], bool]] = {
     "True or False": lambda value: isinstance(value, bool),
@@ -105,7 +107,8 @@ class SamplingParams:
     eos_token_id            ids that stop a sequence; default: the checkpoint's; [] for none
     pad_token_id            fills shorter rows of the result; default: the checkpoint's, else its first eos id, else 0
     stop_strings            strings that stop a sequence, as Hugging Face's; need ``tokenizer``; see `StopStrings`
-    stopping_criteria_list  Hugging Face criteria, called once per new token with ids [1, length]
+    stopping_criteria_list  Hugging Face criteria, called once per new token with ids [1, length] and no scores; one
+                            that reads scores fails at its first call
     logits_processor        Hugging Face processors, called once per decided token, on the host
     no_repeat_ngram_size, repetition_penalty   as in Hugging Face, over prompt and output; they run as processors
     presence_penalty, frequency_penalty   -2 to 2, as in OpenAI's API: subtracted from the logit of every token of the

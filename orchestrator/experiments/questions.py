@@ -21,7 +21,7 @@ import numpy as np
 from paceline.core.errors import ConfigurationError
 from paceline.core.protocols import Drafter
 from paceline.draft.base import NoDrafter
-from paceline.draft.choice import SHADOW_EVERY, ChoiceDrafter, FallbackDrafter
+from paceline.draft.choice import ChoiceDrafter, FallbackDrafter
 from paceline.draft_checks import check_options
 from paceline.draft_spec import DraftSpec, parse_draft
 from paceline.experiments.definitions import Acceptance
@@ -44,13 +44,13 @@ class Policy:
     nodes          nodes of a recorded static tree to keep; None = all
     confidence     threshold of the recorded draft models, replacing their own; None = their own
     draft_lengths  depths to choose among in every round, by measured times, not ``k``; the last is the maximum
-    shadow_every   of a choice among the drafters, by accepted tokens only (`paceline.draft.choice`); None = no choice
+    chooses        whether to choose among the drafters, by accepted tokens only (`paceline.draft.choice`)
     """
 
     drafters: tuple[str, ...]
     k: int | None = None
     nodes: tuple[int, ...] | None = None
-    shadow_every: int | None = None
+    chooses: bool = False
     draft_lengths: tuple[int, ...] = ()
     confidence: float | None = None
     competes: bool = False
@@ -62,14 +62,13 @@ class Policy:
         k: int | None = None,
         nodes: tuple[int, ...] | None = None,
         *,
-        shadow_every: int = SHADOW_EVERY,
         recorded: Collection[str] = (),
     ) -> Policy:
         """Read ``a``, a list ``a+b``, or a choice ``choice:a+b``. ``recorded``: names that may contain a plus sign."""
         if text in recorded:
             return cls((text,), k, nodes)
         names = text.removeprefix(CHOICE)
-        return cls(tuple(names.split("+")), k, nodes, None if names == text else shadow_every)
+        return cls(tuple(names.split("+")), k, nodes, names != text)
 
     @property
     def label(self) -> str:
@@ -83,7 +82,7 @@ class Policy:
     @property
     def name(self) -> str:
         """The text that `parse` reads."""
-        return ("" if self.shadow_every is None else CHOICE) + ("+".join(self.drafters) or PLAIN)
+        return (CHOICE if self.chooses else "") + ("+".join(self.drafters) or PLAIN)
 
 
 def drafter_of(trace: Trace, policy: Policy) -> Drafter:
@@ -93,8 +92,8 @@ def drafter_of(trace: Trace, policy: Policy) -> Drafter:
         _check_confidence(trace, policy)
     if not drafters:
         return NoDrafter()
-    if policy.shadow_every is not None:
-        return ChoiceDrafter(drafters, policy.drafters, shadow_every=policy.shadow_every, choose_by="length")
+    if policy.chooses:
+        return ChoiceDrafter(drafters, policy.drafters, choose_by="length")
     return drafters[0] if len(drafters) == 1 else FallbackDrafter(drafters)
 
 
@@ -258,7 +257,7 @@ def chain_policies(trace: Trace, k: int) -> dict[str, Policy]:
     return policies | {name: Policy((name,), k) for name in TEXT_DRAFTERS if name not in policies}
 
 
-def regret(trace: Trace, names: Sequence[str] = (), *, k: int, shadow_every: int = SHADOW_EVERY) -> Regret:
+def regret(trace: Trace, names: Sequence[str] = (), *, k: int) -> Regret:
     """Losses and gains of a choice of up to ``k`` tokens per round on the sequences of a trace, in their order.
     ``names``: of drafters; none: `chain_policies`.
 
@@ -270,7 +269,7 @@ def regret(trace: Trace, names: Sequence[str] = (), *, k: int, shadow_every: int
     if len(policies) < 2:
         raise ConfigurationError(f"a choice needs at least two drafters, not {', '.join(policies)}; name more of them")
     fixed = {name: ask(trace, policy) for name, policy in policies.items()}
-    choice = ask(trace, Policy(tuple(policies), k, shadow_every=shadow_every))
+    choice = ask(trace, Policy(tuple(policies), k, chooses=True))
     chosen, perfect = best_per_text(list(fixed.values()))
     return Regret(fixed, choice, tuple(list(fixed)[index] for index in chosen), perfect)
 

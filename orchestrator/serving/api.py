@@ -44,7 +44,7 @@ from paceline.serving.openai.requests import (
     ResponsesRequest,
     TokenizeRequest,
 )
-from paceline.serving.page import add_docs, add_page
+from paceline.serving.page import add_page
 from paceline.serving.router import (
     Failed,
     GenerationRequest,
@@ -76,9 +76,8 @@ def create_app(
     ]
     app = FastAPI(
         title="Paceline",
-        description="OpenAI's API over speculative decoding. A null is a missing field. Bodies may be sent with "
-        "Content-Encoding: gzip.",
-        docs_url=None,  # its page loads external scripts; `add_docs` has another
+        description="OpenAI's API over speculative decoding. A null is a missing field.",
+        docs_url=None,  # its page loads external scripts
         redoc_url=None,
         redirect_slashes=False,
         middleware=middleware,
@@ -163,7 +162,6 @@ def _add_operation(app: FastAPI, router: ModelRouter, settings: ApiSettings) -> 
         """Return metrics in Prometheus' text format."""
         return Response(await router.metrics(), media_type=_PROMETHEUS)
 
-    add_docs(app)
     if settings.page:
         add_page(app)
 

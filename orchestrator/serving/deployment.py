@@ -92,7 +92,7 @@ class Deployment:
             RequestError: the request cannot be served.
             QueueFullError: the queue is full (``max_waiting`` requests wait).
             TargetLostError: the target was lost and is not back within ``FaultPolicy.startup_timeout_s``; has the
-        tokens so far.
+                tokens so far.
         """
         from paceline.workers.calls import call_params
 
@@ -104,14 +104,18 @@ class Deployment:
     def sample(
         self, model: str, prompts: Sequence[Sequence[int]], params: SamplingParams | None = None, **overrides: object
     ) -> list[list[int]]:
-        """Return the full sequences, prompts included."""
+        """Return the full sequences, prompts included; errors as of `stream`."""
         texts = [list(prompt) for prompt in prompts]
         for piece in self.stream(model, prompts, params, **overrides):
             texts[piece.index] += piece.tokens
         return texts
 
     def statistics(self, model: str) -> Mapping[str, Any]:
-        """Return the statistics of a target since it was last idle, including its drafter's health."""
+        """Return the statistics of a target since it was last idle, including its drafter's health.
+
+        Raises:
+            ConfigurationError: no such target runs.
+        """
         self._known(model)
         return self._do(self._router.ask(model, "statistics"))
 
@@ -125,7 +129,7 @@ class Deployment:
         return {one.name: CoreRange(one.cores[0], one.cores[-1]) for card in cards for one in card.placement}
 
     def stop(self, model: str) -> None:
-        """End one target and its draft."""
+        """End one target and its draft; raise ConfigurationError if no such target runs."""
         launched = self._known(model)
         del self._launched[model]
         self._loop.call_soon_threadsafe(self._router.remove, model)

@@ -1,14 +1,12 @@
-"""Metrics of a replica under vLLM's names, for Prometheus: at `/metrics`, and among the metrics of Ray's nodes.
+"""Metrics of a replica under vLLM's names, for Prometheus, at `/metrics`.
 
-`/metrics` has names with a colon, as vLLM does. Ray allows none, so in Ray `vllm:num_requests_running` is
-`ray_vllm_num_requests_running`. Requests are timed here, at the replica's edge; counts of drafting are the engine's.
-See also: the dashboard (`docs/grafana.json`).
+Requests are timed here, at the replica's edge; counts of drafting are the engine's. See also: the dashboard
+(`docs/grafana.json`).
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Literal
@@ -77,9 +75,9 @@ METRICS: tuple[Metric, ...] = (
 
 
 class MetricSet:
-    """Metrics of one replica. ``ray_too``: also as metrics of Ray; outside of Ray there are none."""
+    """Metrics of one replica."""
 
-    def __init__(self, model: str, engine: str, *, ray_too: bool) -> None:
+    def __init__(self, model: str, engine: str) -> None:
         import prometheus_client as prometheus
 
         self._registry = prometheus.CollectorRegistry()
@@ -94,28 +92,17 @@ class MetricSet:
             )
             for row in METRICS
         }
-        self._ray = _ray_metrics() if ray_too else {}
         self._seen: dict[tuple[str, str], float] = {}
-        # Buffers until `to_ray`: Ray takes a tenth of a millisecond or more per record, which would delay events.
-        self._observed: list[tuple[str, float]] = []
-        self._added: defaultdict[tuple[str, tuple[tuple[str, str], ...]], float] = defaultdict(float)
-        self._shown: dict[str, float] = {}
 
     def observe(self, name: str, value: float) -> None:
         self._own[name].labels(**self._values).observe(value)
-        if name in self._ray:
-            self._observed.append((name, value))
 
     def add(self, name: str, amount: float, **labels: str) -> None:
         if amount > 0:
             self._own[name].labels(**self._values, **labels).inc(amount)
-            if name in self._ray:
-                self._added[name, tuple(labels.items())] += amount
 
     def show(self, name: str, value: float) -> None:
         self._own[name].labels(**self._values).set(value)
-        if name in self._ray:
-            self._shown[name] = value
 
     def reach(self, name: str, total: float, **labels: str) -> None:
         """Raise a counter to a total that is kept elsewhere."""
@@ -153,21 +140,6 @@ class MetricSet:
             self.reach("paceline:drafter_restarts", health.restarts)
             for fault in ("lost", "late", "failed", "invalid"):
                 self.reach("paceline:drafter_faults", getattr(health, fault), fault=fault)
-
-    def to_ray(self) -> Callable[[], None]:
-        """Return a function that sends Ray all measurements since the last call; run it off the event loop's thread."""
-        observed, added, shown = self._observed, self._added, self._shown
-        self._observed, self._added, self._shown = [], defaultdict(float), {}
-
-        def tell() -> None:
-            for name, value in observed:
-                self._ray[name].observe(value, tags=self._values)
-            for (name, labels), amount in added.items():
-                self._ray[name].inc(amount, tags={**self._values, **dict(labels)})
-            for name, value in shown.items():
-                self._ray[name].set(value, tags=self._values)
-
-        return tell
 
     def finished(self, timings: Sequence[RequestTiming]) -> None:
         for one in timings:
@@ -236,17 +208,3 @@ def merged(texts: Iterable[str]) -> bytes:
     registry = CollectorRegistry()
     registry.register(Collected())
     return generate_latest(registry)
-
-
-def _ray_metrics() -> Mapping[str, Any]:
-    from ray.util import metrics
-
-    return {
-        row.name: getattr(metrics, row.kind.capitalize())(
-            row.name.replace(":", "_"),
-            row.help,
-            tag_keys=(*_LABELS, *row.labels),
-            **({"boundaries": list(row.buckets)} if row.buckets else {}),
-        )
-        for row in METRICS
-    }

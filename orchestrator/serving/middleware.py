@@ -11,7 +11,6 @@ import logging
 import re
 import secrets
 import time
-import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -166,8 +165,8 @@ def api_key(scope: Scope) -> str:
 
 
 class BodyLimit:
-    """Rejects bodies whose declared length is too long, and stops reading those without one at the limit. Decompresses
-    those with ``Content-Encoding: gzip``, up to the same limit.
+    """Rejects bodies that are encoded or whose declared length is too long, and stops reading those without one at the
+    limit.
     """
 
     def __init__(self, app: ASGIApp, *, limit: int) -> None:
@@ -182,11 +181,11 @@ class BodyLimit:
         if not length.isdecimal() or int(length) > self._limit:
             await refused_response(self._refused)(scope, receive, send)
             return
-        if encoding not in ("identity", "gzip"):
-            refused = RefusedError(415, f"the body is encoded as {encoding!r}; send it as it is, or with gzip")
+        if encoding != "identity":
+            refused = RefusedError(415, f"the body is encoded as {encoding!r}; send it as it is")
             await refused_response(refused)(scope, receive, send)
             return
-        num_bytes, gzip = 0, _Gzip(self._limit) if encoding == "gzip" else None
+        num_bytes = 0
 
         async def receive_less() -> Message:
             nonlocal num_bytes
@@ -194,12 +193,7 @@ class BodyLimit:
             num_bytes += len(message.get("body", b""))
             if num_bytes > self._limit:
                 raise self._refused
-            if gzip is None or message["type"] != "http.request":
-                return message
-            body = gzip.read(message.get("body", b""), last=not message.get("more_body", False))
-            if body is None:
-                raise self._refused
-            return {**message, "body": body}
+            return message
 
         await self._app(scope, receive_less, send)
 
@@ -208,28 +202,6 @@ class BodyLimit:
         return RefusedError(
             413, f"the body: expected at most {self._limit} bytes, got more; send less", code="request_too_large"
         )
-
-
-class _Gzip:
-    """Decompressor of one body. Never makes more than ``limit`` bytes and one, however well they are compressed."""
-
-    def __init__(self, limit: int) -> None:
-        self._left, self._stream = limit, zlib.decompressobj(wbits=31)
-
-    def read(self, data: bytes, *, last: bool) -> bytes | None:
-        """Decompress the next part; None: there is more than the limit."""
-        try:
-            body = self._stream.decompress(data, self._left + 1)
-        except zlib.error as error:
-            raise RefusedError(
-                400, f"the body: expected gzip, as Content-Encoding says, got {error}; correct one"
-            ) from error
-        self._left -= len(body)
-        if self._left < 0:
-            return None
-        if last and (not self._stream.eof or self._stream.unused_data):
-            raise RefusedError(400, "the body: expected one whole gzip stream, got another; send it again")
-        return body
 
 
 class KeyCounts:

@@ -8,7 +8,6 @@ requests (`paceline.serving.serve_router`). Cores come from the core allocator, 
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import time
@@ -62,7 +61,6 @@ DEPLOYED: dict[str, Any] = {
 }
 """Options of every deployment."""
 
-_FIGURES_S = 1.0  # between updates of the engine's metrics
 _FIRST_REQUEST_S = 2.0  # in which the request arrives for which a model was loaded
 
 
@@ -106,9 +104,8 @@ class ModelReplica:
             raise
         card = model_card(group, self._engine, self._group.workers)
         self._server = ModelServer(tokenizer, self._engine, self._engine.generator.limits, card=card)
-        self._metrics = MetricSet(group.name, serve.get_replica_context().replica_id.unique_id, ray_too=True)
+        self._metrics = MetricSet(group.name, serve.get_replica_context().replica_id.unique_id)
         self._beat = _Heartbeat(fault_policy.stall_timeout_s)
-        self._counting: asyncio.Task[None] | None = None
         self._readers, self._requests = Readers(), _Requests()
 
     async def stream(
@@ -117,8 +114,6 @@ class ModelReplica:
         """Stream a response. Items that are ready together are one message, and the stream ends when its reader has
         taken them.
         """
-        if self._counting is None:
-            self._counting = asyncio.get_running_loop().create_task(self._count())
         if not self._requests.begin():
             message = "this model is being unloaded; send the request again"
             yield Failed(RefusedError(503, message, code=UNAVAILABLE, retry_after_s=1.0), lost=True)
@@ -167,7 +162,9 @@ class ModelReplica:
         self._requests.leaving = False
 
     async def metrics_text(self) -> str:
-        self._update_metrics()
+        health = None if self._drafter is None else self._drafter.health
+        self._metrics.update(self._engine.figures(), health, num_slots=self._num_slots)
+        self._metrics.finished(self._engine.take_timings())
         return self._metrics.text()
 
     async def statistics(self) -> dict[str, object]:
@@ -193,17 +190,6 @@ class ModelReplica:
             ) from failure
         figures = self._engine.figures()
         self._beat.check(self._engine.heartbeat, busy=figures.running + figures.waiting > 0)
-
-    async def _count(self) -> None:
-        while True:
-            self._update_metrics()
-            await asyncio.to_thread(self._metrics.to_ray())
-            await asyncio.sleep(_FIGURES_S)
-
-    def _update_metrics(self) -> None:
-        health = None if self._drafter is None else self._drafter.health
-        self._metrics.update(self._engine.figures(), health, num_slots=self._num_slots)
-        self._metrics.finished(self._engine.take_timings())
 
     def __del__(self) -> None:
         group: ReplicaGroup | None = self.__dict__.get("_group")

@@ -1,7 +1,7 @@
 """Stop strings: find where a growing text stops, and how much of it can be shown before.
 
 The engine uses it to detect the end of a sequence, a server to release text. End-of-sequence ids and lengths are in
-`paceline.engine.stopping`.
+`paceline.engine.batch`.
 """
 
 from __future__ import annotations

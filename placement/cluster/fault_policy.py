@@ -48,7 +48,11 @@ class FaultPolicy:
 
 
 def read_fault_policy(file: Path, models: Sequence[ModelSpec] = ()) -> FaultPolicy:
-    """Read the fault policy of a models file; what it lacks has its default for these models."""
+    """Read the fault policy of a models file; what it lacks has its default for these models.
+
+    Raises:
+        PlanError: the file cannot be read, or a value is wrong; the message names it.
+    """
     entry = read_fault_policy_entry(file)
     policy = validate(FaultPolicy, entry, f"{file}, fault_policy")
     given = isinstance(entry, Mapping) and "startup_timeout_s" in entry

@@ -20,9 +20,8 @@ _SLACK_ROWS = 256  # of a cache after its last position, for a window or a padde
 
 NUMBER_BYTES = {"bf16": 2, "f16": 2, "f32": 4}
 # Bytes of a number, scales included: 8-bit types have a 4-byte scale per row, blocks of 32 contain it.
-_EIGHT_BITS = dict.fromkeys(("int8", "int8_per_tensor", "fp8_e4m3", "fp8_e5m2"), 1.01)
 # In a GGUF file ("gguf"), types other than the last two become Q8_0, the largest of them.
-QUANTIZED_BYTES = {**_EIGHT_BITS, "gguf": 34 / 32, "q8_0": 34 / 32, "q4_0": 18 / 32, "q4_1": 20 / 32}
+QUANTIZED_BYTES = {"int8": 1.01, "fp8_e4m3": 1.01, "gguf": 34 / 32, "q8_0": 34 / 32, "q4_0": 18 / 32, "q4_1": 20 / 32}
 
 
 @dataclass(frozen=True, slots=True)

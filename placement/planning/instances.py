@@ -108,7 +108,7 @@ INSTANCES: Mapping[str, Instance] = MappingProxyType({item.name: item for item i
 
 
 def instance(name: str) -> Instance:
-    """Return the instance type of that name."""
+    """Return the instance type of that name; raise PlanError if there is none."""
     if name not in INSTANCES:
         raise PlanError(f"instance: expected one of {', '.join(INSTANCES)}, got {name!r}; use one of them")
     return INSTANCES[name]

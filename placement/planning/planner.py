@@ -167,7 +167,12 @@ def settled(models: Sequence[ModelSpec], instance: Instance, *, taken: Sequence[
 
 
 def plan(models: Sequence[ModelSpec], instance: Instance, *, taken: Sequence[CoreRange] = ()) -> Plan:
-    """Place all models on an instance where ``taken`` is in use; PlanError names the rule, RoomError: no capacity."""
+    """Place all models on an instance where ``taken`` is in use.
+
+    Raises:
+        PlanError: a model cannot be run on the instance; the message names the rule.
+        RoomError: the instance has too few cores, or too little memory.
+    """
     needs = _needs(models, instance, settled(models, instance, taken=taken))
     assigned = place(needs, instance, taken)
     by_cores = sorted(assigned, key=lambda pair: pair[1])

@@ -8,13 +8,14 @@ reconnecting (`reconnect`), the other end (`server`).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple
 
-from paceline.core.drafter_statistics import DrafterHealth, Fault, HealthCounters
+from paceline.core.drafter_statistics import DrafterHealth, Fault
 from paceline.core.errors import ChannelError
 from paceline.core.protocols import Drafter
 from paceline.core.types import PAD, Commit, DraftShape, Proposal, RoundLimits, SamplingTensors
@@ -303,7 +304,8 @@ class RemoteDrafter(Drafter):
         self._contract, self._timeouts = contract, timeouts or DraftTimeouts()
         self._tracker = SequenceTracker(contract.max_positions)
         self._exchange = _Exchange(contract.slots, contract.num_draft_tokens)
-        self._counters = HealthCounters()
+        self._counts = Counter[str]()  # those of `DrafterHealth`
+        self._last_error = ""
         self._backoff = Backoff(self._timeouts.backoff_s, self._timeouts.max_backoff_s)
         handshake = messages.Handshake(0, contract.target, contract.slots, contract.vocab_size)
         self._connection = Reconnector(
@@ -340,7 +342,7 @@ class RemoteDrafter(Drafter):
     def propose(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> Proposal:
         """Request a proposal, and wait up to the timeout. If anything fails, propose nothing."""
         if not self._usable():
-            self._counters.count("skipped")
+            self._counts["skipped"] += 1
             return self._nothing()
         rows = CommitRows.of(commit)
         texts = self._tracker.missing(commit, rows)
@@ -361,8 +363,8 @@ class RemoteDrafter(Drafter):
         )
         try:
             self._exchange.ask(request, timeout)
-            self._counters.count("asked")
-            self._counters.count("rereads", len(texts))
+            self._counts["asked"] += 1
+            self._counts["rereads"] += len(texts)
             self._tracker.sent(rows)
             reply = self._exchange.reply()
         except ChannelError as error:
@@ -376,14 +378,14 @@ class RemoteDrafter(Drafter):
         proposal = self._exchange.proposal(reply)
         self._tracker.acked()
         self._backoff.failures = 0
-        self._counters.count("answered")
-        self._counters.count("ahead", reply.ahead)
+        self._counts["answered"] += 1
+        self._counts["ahead"] += reply.ahead
         return proposal
 
     @property
     def health(self) -> DrafterHealth:
         """Counts so far and the current state."""
-        connection, last_error = self._connection, self._counters.last_error
+        connection, last_error = self._connection, self._last_error
         state = connection.state
         if state == "up" and self._exchange.overdue:
             state = "late"
@@ -391,7 +393,7 @@ class RemoteDrafter(Drafter):
             state = "broken"
         if connection.channel is None:
             last_error = connection.last_error or last_error
-        return self._counters.snapshot(state, connection.restarts, last_error)
+        return DrafterHealth(state=state, restarts=connection.restarts, last_error=last_error, **self._counts)
 
     def wait_until_up(self, seconds: float) -> bool:
         """Wait up to ``seconds`` for the process; return whether it is up. No request has to wait; a first one may."""
@@ -442,7 +444,8 @@ class RemoteDrafter(Drafter):
 
     def _fail(self, kind: Fault, reason: str) -> Proposal:
         """Count a fault, start the backoff pause, and restart the process if it is lost or fails too often."""
-        self._counters.fault(kind, reason)
+        self._counts[kind] += 1
+        self._last_error = reason
         self._backoff.failures += 1
         if kind == "late":
             self._tracker.overdue()
@@ -455,6 +458,6 @@ class RemoteDrafter(Drafter):
         return self._nothing()
 
     def _restart(self, reason: str) -> None:
-        self._counters.last_error = reason
+        self._last_error = reason
         self._exchange.use(None)
         self._connection.begin(restart=True, delay=self._backoff.seconds)

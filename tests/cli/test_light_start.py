@@ -231,6 +231,10 @@ REFUSALS: list[tuple[list[str], str]] = [
         ["train", "medusa", "--target", "TARGET", "--data", "x", "--out", "x", "--length", "0"],
         "prompt: expected 1 <= prompt < length, and eval_samples of",
     ),
+    (
+        ["train", "eagle", "--target", "TARGET", "--data", "x", "--out", "x", "--loss", "kl"],
+        "loss: expected one of ce, lk_hybrid, nla, got 'kl'",
+    ),
     (["plan", "nosuch.yaml"], "nosuch.yaml: the file cannot be read"),
     (["nosuch"], "No such command"),
 ]

@@ -144,7 +144,7 @@ def _choice(*drafts: object, **options: object) -> Callable[[Home, Depth], Specu
 def _choice_of_heads(home: Home, k: Depth) -> SpeculativeGenerator:
     """One of the drafters reads the target's states."""
     heads = eagle_head(home.folder / "eagle 3", home.target, 3, Chain(deepest(k)))
-    drafter = ChoiceDrafter([NgramDrafter(deepest(k)), heads], shadow_every=2, choose_by="length")
+    drafter = ChoiceDrafter([NgramDrafter(deepest(k)), heads], choose_by="length")
     return home.generator(drafter, k)
 
 
@@ -276,7 +276,7 @@ ROWS: dict[str, Row] = {
     "PARD static tree": Row("pard", _pard_tree, depths=(3,)),
     "list: suffix, ngram, model": Row("fallback", _given(["suffix", "ngram", "draft"])),
     "list: model, function": Row("fallback", _given(["draft", again])),
-    "choice: model, function, by speed": Row("choice", _choice("draft", again, shadow_every=3)),
+    "choice: model, function, by speed": Row("choice", _choice("draft", again)),
     "choice: ngram, EAGLE 3 chain": Row("choice", _choice_of_heads),
     "intersection": Row("model", _intersection),
     "retokenize": Row("retokenizing", _retokenizing),

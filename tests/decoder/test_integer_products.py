@@ -16,7 +16,7 @@ from paceline.decoder.weights.formats import WeightFormat
 from paceline.decoder.weights.quantize import PackedMatrix, QuantizedTensor, quantize
 from tests.decoder.other_kernels import call, kernels, numbers
 
-FORMATS = [WeightFormat.INT8, WeightFormat.INT8_PER_TENSOR, WeightFormat.Q8_0, WeightFormat.Q4_0, WeightFormat.Q4_1]
+FORMATS = [WeightFormat.INT8, WeightFormat.Q8_0, WeightFormat.Q4_0, WeightFormat.Q4_1]
 SHAPES = [(32, 5), (64, 3), (96, 6), (288, 9), (1056, 4)]
 """K and N: one block, some, more than eight of them, and more than fill a register's columns."""
 ODD = [(1, 3), (15, 2), (17, 4), (50, 7), (4096 + 33, 5)]

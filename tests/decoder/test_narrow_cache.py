@@ -36,7 +36,7 @@ def test_a_cached_row_is_near_its_values_and_stores_its_scale(form: str) -> None
     packed = cache_rows.pack(rows, dtype)
     assert packed.dtype is dtype and packed.shape == (40, 12 + cache_rows.SCALE_BYTES)
     found, largest = cache_rows.unpack(packed), rows.abs().amax(1, keepdim=True)
-    bound = {"int8": 1 / 254, "fp8_e4m3": 1 / 16, "fp8_e5m2": 1 / 8}[form]
+    bound = {"int8": 1 / 254, "fp8_e4m3": 1 / 16}[form]
     assert bool(((found - rows).abs() <= bound * 1.001 * largest).all())
     assert not found[3].any()
     assert torch.equal(cache_rows.unpack(packed[7]), found[7])  # of this row alone

@@ -235,7 +235,7 @@ def test_kernels_take_the_physical_cores_of_the_affinity(
 @pytest.mark.parametrize(("own", "found"), [("", "False"), ("torch.set_num_threads(2)", "True")])
 def test_a_number_that_the_process_has_set_is_known(own: str, found: str) -> None:
     """Also where it equals PyTorch's own choice."""
-    script = f"import torch\n{own}\nfrom paceline.build import _is_set\nprint(_is_set(2))"
+    script = f"import torch\n{own}\nfrom paceline.decoder.environment import threads_are_set\nprint(threads_are_set(2))"
     env = environment.with_variables({"OMP_NUM_THREADS": "2"})
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=env)
     assert done.stdout.strip() == found

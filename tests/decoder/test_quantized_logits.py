@@ -34,15 +34,12 @@ TEXT = "\n".join(
 
 BOUNDS: dict[tuple[str | None, str | None], tuple[float, float]] = {
     ("int8", None): (0.015, 0.0003),
-    ("int8_per_tensor", None): (0.035, 0.002),
     ("q8_0", None): (0.010, 0.00015),
     ("q4_0", None): (0.14, 0.03),
     ("q4_1", None): (0.14, 0.03),
     ("fp8_e4m3", None): (0.05, 0.003),
-    ("fp8_e5m2", None): (0.10, 0.015),
     (None, "int8"): (0.006, 0.0001),
     (None, "fp8_e4m3"): (0.035, 0.002),
-    (None, "fp8_e5m2"): (0.06, 0.005),
 }
 """By the formats of weights and cache: the error of logits over their spread, and the mean divergence."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,15 @@ def test_weights_presharded_for_devices_are_rejected(tmp_path: Path, state: Stat
     refused(tmp_path, CheckpointError, "DecoderLMHead.safetensors", "tp_degree")
 
 
+def eight_bits(tensor: torch.Tensor, *, whole: bool) -> QuantizedTensor:
+    """A matrix in int8; ``whole``: with the same scale in all rows."""
+    matrix = quantize(tensor, WeightFormat.INT8)
+    if not whole:
+        return matrix
+    scale = tensor.abs().max() / 127
+    return replace(matrix, data=(tensor / scale).round().to(torch.int8), scales=scale.expand(len(tensor)))
+
+
 def nxd(state: State, *, whole: bool) -> State:
     """Linear layers in int8 as NxD writes them: X.weight, and X.scale [N, 1] or [1]; the embedding stays."""
     made: State = {}
@@ -107,7 +117,7 @@ def nxd(state: State, *, whole: bool) -> State:
         if tensor.ndim < 2 or "embed" in name:
             made[bare] = tensor
             continue
-        matrix = quantize(tensor, WeightFormat.INT8_PER_TENSOR if whole else WeightFormat.INT8)
+        matrix = eight_bits(tensor, whole=whole)
         assert matrix.scales is not None
         made[bare] = matrix.data
         made[bare.removesuffix("weight") + "scale"] = matrix.scales[:1] if whole else matrix.scales.unsqueeze(1)
@@ -126,7 +136,7 @@ def test_scales_with_the_names_of_nxd_are_read(tmp_path: Path, state: State, for
         save_split(tmp_path, tensors)
     loaded = load_weights(tmp_path, ModelConfig.from_pretrained(tmp_path), torch.float32)
     assert loaded.keys() == state.keys()
-    expected = quantize(state[MATRIX], WeightFormat.INT8_PER_TENSOR if whole else WeightFormat.INT8)
+    expected = eight_bits(state[MATRIX], whole=whole)
     made = loaded[MATRIX]
     assert isinstance(made, QuantizedTensor) and made.format is WeightFormat.INT8
     assert torch.equal(made.dequantize(), expected.dequantize())

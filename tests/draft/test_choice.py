@@ -100,7 +100,7 @@ def test_the_best_drafter_for_the_current_text_drafts(workshop: Workshop) -> Non
         parts: list[Any] = [FunctionDrafter(one, K) for one in (first, second)]
         if costly:
             parts = [Costly(one) for one in parts]
-        chosen, generator = rounds(ChoiceDrafter(parts, ["a", "b"], choose_by="length", shadow_every=4), workshop)
+        chosen, generator = rounds(ChoiceDrafter(parts, ["a", "b"], choose_by="length"), workshop)
         assert ideal <= chosen <= ideal + 14 < min(alone) - 14
         counts = generator.statistics.drafters
         assert all(one.num_drafts and one.num_scored >= one.num_drafts - 1 for one in counts.values())
@@ -130,7 +130,7 @@ def test_a_request_names_the_drafter_that_proposes(workshop: Workshop) -> None:
         Costly(FunctionDrafter(knows(text, lambda _: True), K)),
         Costly(FunctionDrafter(lambda _: [1] * K, K)),
     )
-    choice = ChoiceDrafter([right, wrong], ["right", "wrong"], choose_by="length", shadow_every=2)
+    choice = ChoiceDrafter([right, wrong], ["right", "wrong"], choose_by="length")
     slow, _ = rounds(choice, workshop, drafter="wrong")
     assert right.asked == 0 < wrong.asked
     asked = wrong.asked
@@ -164,10 +164,10 @@ def test_a_drafter_that_is_not_there_is_refused(workshop: Workshop) -> None:
 
 def test_a_choice_uses_the_common_draft_syntax() -> None:
     parts = (DraftSpec("suffix"), DraftSpec(path="a", k=3))
-    written = {"type": "choice", "drafts": ["suffix", {"path": "a", "k": 3}], "shadow_every": 4}
-    expected = (DraftSpec("choice", parts=parts, options=(("shadow_every", 4),)),)
+    written = {"type": "choice", "drafts": ["suffix", {"path": "a", "k": 3}], "choose_by": "length"}
+    expected = (DraftSpec("choice", parts=parts, options=(("choose_by", "length"),)),)
     assert parse_draft(written) == expected
-    assert parse_draft('choice:drafts=["suffix","a:k=3"],shadow_every=4') == expected
+    assert parse_draft('choice:drafts=["suffix","a:k=3"],choose_by=length') == expected
     assert parse_draft(str(expected[0])) == expected
     for wrong in ("choice", {"type": "choice", "drafts": ["suffix"]}, {"type": "choice", "drafts": "suffix"}):
         with pytest.raises(ConfigurationError, match="drafts: expected at least two drafters for a choice, got"):
@@ -181,7 +181,6 @@ def test_drafters_that_cannot_be_combined_in_a_choice_are_rejected(workshop: Wor
     for given, options, message in (
         ([ngram], {}, "at least two"),
         ([ngram, tree], {}, "drafters of chains"),
-        ([ngram, ngram], {"shadow_every": 0}, "at least 1"),
         ([ngram, ngram], {"choose_by": "luck"}, "'speed' or 'length'"),
     ):
         with pytest.raises(ConfigurationError, match=message):

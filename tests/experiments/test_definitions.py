@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 from paceline.decoder.options import LoadOptions
 from paceline.engine.request import SamplingParams
 from paceline.experiments.definitions import Acceptance, Draft
-from paceline.experiments.exchange import aiperf, read_records
+from paceline.experiments.exchange import aiperf
 from paceline.experiments.store import CellResult
 from paceline.outputs import RequestOutput
 from paceline.serving.metrics import MetricSet
@@ -79,7 +78,7 @@ def test_figures_equal_the_statistics_of_a_call(name: str, workshop: Workshop, t
         assert name == "none" or Acceptance.pooled(parts).num_drafts
 
 
-def test_a_run_server_metrics_and_aiperf_records_agree(workshop: Workshop, tmp_path: Path) -> None:
+def test_a_run_server_metrics_and_aiperf_records_agree(workshop: Workshop) -> None:
     """The same requests, counted from their outputs, by the engine of a server for Prometheus, and as records."""
     prompts, params = ((5, 9, 5, 9, 5), (7, 7, 8, 7, 7), (3, 4)), SamplingParams(max_new_tokens=23, seed=[1, 2, 3])
     keys = {
@@ -95,7 +94,7 @@ def test_a_run_server_metrics_and_aiperf_records_agree(workshop: Workshop, tmp_p
     pooled = Acceptance.pooled(run)
     assert 0 < pooled.num_accepted_tokens < pooled.num_draft_tokens
 
-    metrics = MetricSet("tiny", "0", ray_too=False)
+    metrics = MetricSet("tiny", "0")
     metrics.update(host.figures(), None, num_slots=2)
     served = samples(metrics.text())
     drafts, drafted, accepted = (
@@ -117,9 +116,8 @@ def test_a_run_server_metrics_and_aiperf_records_agree(workshop: Workshop, tmp_p
         }
         for number, one in enumerate(run)
     ]
-    records = tmp_path / "records.jsonl"
-    records.write_text("".join(json.dumps(row) + "\n" for row in aiperf(CellResult("cell", {"k": 3}, rows))))
-    read = [acceptance for _, acceptance in read_records(records)]
-    for ours, theirs in zip([*run, pooled], [*read, Acceptance.pooled(read)], strict=True):
-        assert theirs.drafts == ours.drafts and theirs.new_tokens == ours.new_tokens
-        assert theirs.mean_acceptance_length == ours.mean_acceptance_length
+    for ours, row in zip(run, aiperf(CellResult("cell", {"k": 3}, rows)), strict=True):
+        record = row["spec_decode_acceptance"]
+        assert record["num_accepted_draft_tokens"] == ours.num_accepted_tokens
+        assert record["mean_acceptance_length"] == ours.mean_acceptance_length
+        assert (record["num_spec_steps"], record["completion_tokens"]) == (ours.num_drafts, ours.new_tokens)

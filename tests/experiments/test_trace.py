@@ -138,12 +138,12 @@ def test_lists_choices_and_subtrees_equal_a_run(workshop: Workshop, tmp_path: Pa
         statistics, _ = real(SpeculativeGenerator(["suffix", "ngram", home.draft], home.target, k=4), PARAMS)
         answer = ask(trace, Policy(("suffix", "ngram", "it"), 4))
         assert counts(answer.replayed.statistics) == counts(statistics)
-        chosen = DraftSpec("choice", options=(("choose_by", "length"), ("shadow_every", 3)))
+        chosen = DraftSpec("choice", options=(("choose_by", "length"),))
         for slots, k in ((1, 4), (4, 2)):
             home = Home(workshop, tmp_path, stack, slots)
             chosen = replace(chosen, parts=parse_draft(["suffix", "ngram", home.draft]))
             statistics, _ = real(SpeculativeGenerator(chosen, home.target, k=k), PARAMS)
-            policy = Policy.parse("choice:suffix+ngram+it", k, shadow_every=3)
+            policy = Policy.parse("choice:suffix+ngram+it", k)
             assert counts(ask(trace, policy, batch_size=slots).replayed.statistics) == counts(statistics)
             assert 0 < sum(one.num_drafts for one in statistics.drafters.values()) <= statistics.num_drafts
         tree = recorded(ROWS["EAGLE 3 static tree"].make(home, 3), PARAMS)

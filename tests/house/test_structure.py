@@ -117,7 +117,7 @@ def test_a_wrong_import_is_found(tmp_path: Path, file: str, text: str, words: st
         ("orchestrator/warmup.py", "from paceline.decoder.decoder import X"),
         ("orchestrator/serving/app.py", "from ray import serve"),
         ("orchestrator/build.py", "from paceline.draft.ngram import X\nfrom paceline.eagle import Y"),
-        ("orchestrator/engine/engine.py", "from paceline.core.types import X\nfrom paceline.engine.stopping import Y"),
+        ("orchestrator/engine/engine.py", "from paceline.core.types import X\nfrom paceline.engine.batch import Y"),
         ("orchestrator/engine/engine.py", "from paceline.outputs import RequestOutput"),
         ("tests/core/test_a.py", "import numpy\nfrom orchestrator import X"),
         ("examples/heads.py", "import heads"),

@@ -16,8 +16,8 @@ class BareReplica(ModelReplica):
     """Over a model server."""
 
     def __init__(self, server: ModelServer) -> None:
-        self._server, self._metrics = server, MetricSet("m", "0", ray_too=False)
-        self._readers, self._requests, self._counting = Readers(), _Requests(), object()  # type: ignore[assignment]
+        self._server, self._metrics = server, MetricSet("m", "0")
+        self._readers, self._requests = Readers(), _Requests()
 
     def _check(self) -> None:
         """Its engine is well."""

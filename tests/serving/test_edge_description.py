@@ -1,12 +1,9 @@
-"""The description at /openapi.json is true to what is taken, and /docs shows it; pages of other origins; gzip."""
+"""The description at /openapi.json is true to what is taken; pages of other origins; encoded bodies."""
 
 from __future__ import annotations
 
-import gzip
-import itertools
 import json
 from collections.abc import Iterator
-from html.parser import HTMLParser
 from typing import Any
 
 import httpx2 as httpx
@@ -142,23 +139,6 @@ def test_every_described_response_is_sent() -> None:
     assert keyed["security"] == [{"key": []}] and "security" not in DESCRIBED
 
 
-class Page(HTMLParser):
-    """Texts, targets and names of tags."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.texts, self.links, self.ids, self.tags = "", list[str](), list[str](), set[str]()
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        self.links += [value or "" for name, value in attrs if name in ("href", "src")]
-        self.ids += [value or "" for name, value in attrs if name == "id"]
-
-    def handle_data(self, data: str) -> None:
-        self.texts += data + "\n"
-
-
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
     app, _, _ = scripted(lambda _: "yes", api_keys=("k",), max_body_bytes=50_000, cors_origins=("https://a.org",))
@@ -166,53 +146,14 @@ def address() -> Iterator[str]:
         yield where
 
 
-def test_the_api_page_loads_nothing_external(address: str) -> None:
-    answer = httpx.get(f"{address}/docs", headers=HEADERS)
-    page, described = Page(answer.text), httpx.get(f"{address}/openapi.json", headers=HEADERS).json()
-    assert answer.status_code == 200 and "default-src 'none'" in answer.headers["content-security-policy"]
-    assert page.tags.isdisjoint({"script", "img", "link"})
-    assert all(link == "openapi.json" or link.removeprefix("#") in page.ids for link in page.links)
-    assert len(set(page.ids)) == len(page.ids)
-    for path, name in itertools.chain(
-        ((path, path) for path in described["paths"]),
-        (
-            (one, field)
-            for one, schema in described["components"]["schemas"].items()
-            for field in schema.get("properties", ())
-        ),
-    ):
-        assert name in page.texts, (path, name)
-
-
 BODY = json.dumps({"model": "m", "prompt": "x"}).encode()
 HEADERS = {"authorization": "Bearer k", "content-type": "application/json"}
 
 
-@pytest.mark.parametrize(
-    ("encoding", "body", "status", "says"),
-    [
-        ("gzip", gzip.compress(BODY, mtime=0), 200, ""),
-        ("identity", BODY, 200, ""),
-        ("gzip", gzip.compress(b" " * 49_000 + BODY, mtime=0), 200, ""),
-        ("gzip", gzip.compress(b" " * 50_000 + BODY, mtime=0), 413, "expected at most 50000 bytes, got more"),
-        ("gzip", gzip.compress(b" " * (64 << 20), 1, mtime=0)[:40_000], 413, "expected at most 50000 bytes, got more"),
-        ("gzip", BODY, 400, "the body: expected gzip, as Content-Encoding says"),
-        ("gzip", gzip.compress(BODY, mtime=0)[:-4], 400, "expected one whole gzip stream"),
-        ("gzip", gzip.compress(BODY, mtime=0) + b"more", 400, "expected one whole gzip stream"),
-        ("br", BODY, 415, "the body is encoded as 'br'"),
-    ],
-)  # fmt: skip
-def test_a_compressed_body_is_read_up_to_the_limit(
-    address: str, encoding: str, body: bytes, status: int, says: str
-) -> None:
-    answer = httpx.post(f"{address}/v1/completions", content=body, headers=HEADERS | {"content-encoding": encoding})
-    assert answer.status_code == status and says in answer.text, answer.text
-
-
-def test_a_compressed_body_may_come_in_parts(address: str) -> None:
-    whole = gzip.compress(BODY, mtime=0)
-    parts = (whole[place : place + 7] for place in range(0, len(whole), 7))
-    answer = httpx.post(f"{address}/v1/completions", content=parts, headers=HEADERS | {"content-encoding": "gzip"})
+def test_an_encoded_body_is_refused(address: str) -> None:
+    answer = httpx.post(f"{address}/v1/completions", content=BODY, headers=HEADERS | {"content-encoding": "gzip"})
+    assert answer.status_code == 415 and "the body is encoded as 'gzip'" in answer.text
+    answer = httpx.post(f"{address}/v1/completions", content=BODY, headers=HEADERS | {"content-encoding": "identity"})
     assert answer.status_code == 200
 
 

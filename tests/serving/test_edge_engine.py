@@ -499,7 +499,7 @@ def test_usage_reports_cached_tokens_and_responses_stay_the_same(workshop: Works
     assert [answer.usage.prompt_tokens_details for answer in answers[False]] == [None] * 3
     details = [answer.usage.prompt_tokens_details.cached_tokens for answer in answers[True]]
     assert details == [0, 2 * CHUNK, 2 * CHUNK], "the second answer of a prompt took the slot of the first prompt"
-    metrics = MetricSet("m", "0", ray_too=False)
+    metrics = MetricSet("m", "0")
     metrics.update(engine.figures(), None, num_slots=2)
     lines = metrics.text().splitlines()
     queries, hits = 2 * len(IDS) + 2 * 41, 2 * CHUNK + 41 + 2 * CHUNK

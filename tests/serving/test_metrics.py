@@ -10,7 +10,7 @@ from paceline.core.drafter_statistics import DrafterCounts, DrafterHealth
 from paceline.eagle.learning import LearningProgress
 from paceline.outputs import Statistics
 from paceline.serving.errors import RefusedError
-from paceline.serving.metrics import METRICS, MetricSet, RequestTimes, merged
+from paceline.serving.metrics import MetricSet, RequestTimes, merged
 from paceline.serving.router import Failed, Item, StreamChunk, StreamStart
 from paceline.workers.calls import RequestTiming
 from paceline.workers.shared_engine import EngineFigures
@@ -29,7 +29,7 @@ FIGURES = EngineFigures(
 
 def filled(engine: str = "a") -> MetricSet:
     """Metrics of a replica in which everything has happened."""
-    metrics = MetricSet("m", engine, ray_too=False)
+    metrics = MetricSet("m", engine)
     metrics.update(FIGURES, DrafterHealth(state="up", lost=1, restarts=2), num_slots=4)
     consume(
         [StreamStart(7), StreamChunk(b"x", (1, 0)), StreamChunk(b"y", (3, 2)), StreamChunk(b"", (3, 4), last=True)],
@@ -78,7 +78,7 @@ def test_counts_equal_the_engines_after_any_number_of_updates() -> None:
 
 
 def test_a_drafter_that_does_not_fit_is_1_until_it_does() -> None:
-    metrics = MetricSet("m", "a", ray_too=False)
+    metrics = MetricSet("m", "a")
     for misfit in ("it does not fit", ""):
         metrics.update(replace(FIGURES, misfit=misfit), None, num_slots=4)
         assert samples(metrics.text())["paceline:drafter_misfit", ""] == bool(misfit)
@@ -93,44 +93,9 @@ def test_requests_report_their_phase_times() -> None:
 
 
 def test_a_resumed_request_counts_its_prompt_once() -> None:
-    metrics = MetricSet("m", "a", ray_too=False)
+    metrics = MetricSet("m", "a")
     consume([StreamStart(7), StreamChunk(b"z", (9,), last=True)], metrics, resumed=True)
     assert samples(metrics.text()).get(("vllm:prompt_tokens_total", ""), 0) == 0
-
-
-class Recorded:
-    """Stands for a metric of Ray."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[object, ...]] = []
-
-    def observe(self, value: float, *, tags: dict[str, str]) -> None:
-        self.calls.append(("observe", value, tags))
-
-    def inc(self, value: float, *, tags: dict[str, str]) -> None:
-        self.calls.append(("inc", value, tags))
-
-    def set(self, value: float, *, tags: dict[str, str]) -> None:
-        self.calls.append(("set", value, tags))
-
-
-def test_metrics_reach_ray_in_batches() -> None:
-    """A record of Ray's takes longer than what it counts: none is made where events are sent."""
-    metrics = MetricSet("m", "a", ray_too=False)
-    metrics._ray = {row.name: Recorded() for row in METRICS}
-    for tokens in (7, 5):
-        consume([StreamStart(tokens), StreamChunk(b"x", (1,)), StreamChunk(b"y", (3,), last=True)], metrics)
-    metrics.show("vllm:num_requests_running", 1)
-    metrics.show("vllm:num_requests_running", 2)
-    assert not any(row.calls for row in metrics._ray.values())
-    metrics.to_ray()()
-    tags = {"model_name": "m", "engine": "a"}
-    assert metrics._ray["vllm:prompt_tokens"].calls == [("inc", 12, tags)]
-    assert metrics._ray["vllm:num_requests_running"].calls == [("set", 2, tags)]
-    assert len(metrics._ray["vllm:inter_token_latency_seconds"].calls) == 2
-    before = sum(len(row.calls) for row in metrics._ray.values())
-    metrics.to_ray()()
-    assert sum(len(row.calls) for row in metrics._ray.values()) == before, "nothing new was measured"
 
 
 def test_metrics_of_replicas_are_merged() -> None:
