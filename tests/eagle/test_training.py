@@ -152,6 +152,13 @@ def test_options_the_target_cannot_have_are_rejected_before_it_runs(workshop: Wo
             EagleTraining(tokens=1, **wrong)  # type: ignore[arg-type]
 
 
+def test_a_diverging_run_writes_no_result(workshop: Workshop, tmp_path: Path) -> None:
+    run = trainer(parts(workshop, tmp_path, 3), EagleTraining(tokens=24 * 8, ttt_steps=1, batch_size=8), tmp_path)
+    run.network.fc.weight.data.fill_(torch.nan)
+    with pytest.raises(ConfigurationError, match="diverged: the loss of step 0 is nan"):
+        run.run(lambda *_: None)
+
+
 def test_states_are_kept_up_to_the_bound_and_equal_either_way(workshop: Workshop, tmp_path: Path) -> None:
     frozen = FrozenTarget(workshop.checkpoint(), LAYERS)
     one = FeatureCache(frozen, stream(), SHORT, folder=tmp_path / "kept")
