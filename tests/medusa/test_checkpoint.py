@@ -168,8 +168,8 @@ def test_the_number_of_heads_comes_from_the_tensors(tmp_path: Path) -> None:
     """Published files say 2 and hold 5."""
     path, five = tmp_path / "config.json", replace(OWN, heads=5)
     checkpoint.save(tmp_path, five, weights(five), layout="medusa")
-    for said, base in ((published("medusa-vicuna-7b"), "lmsys/vicuna-7b-v1.3"), ({"medusa_num_heads": None}, "")):
-        path.write_text(json.dumps(said))
+    for told, base in ((published("medusa-vicuna-7b"), "lmsys/vicuna-7b-v1.3"), ({"medusa_num_heads": None}, "")):
+        path.write_text(json.dumps(told))
         assert checkpoint.load(tmp_path, vocab_size=9).config == replace(five, base=base)
     path.unlink()
     assert checkpoint.load(tmp_path, vocab_size=9).config == replace(five, base="")
