@@ -1,4 +1,4 @@
-"""What a drafter keeps between rounds, the probabilities that it states, and the trees that it cannot have.
+"""State of a drafter between rounds, the probabilities that it states, and the trees that it cannot have.
 
 That it changes no token: tests/equality and tests/contract.
 """

@@ -59,7 +59,7 @@ def filled(config: MedusaConfig, named: dict[str, Tensor]) -> Heads:
 
 
 def check(folder: Path, named: dict[str, Tensor]) -> None:
-    """What a folder is read as."""
+    """Compare the heads that a folder is read as."""
     found = checkpoint.load(folder, vocab_size=9).weights
     assert found.keys() == named.keys() and all(torch.equal(found[name], x) for name, x in named.items())
 

@@ -1,4 +1,4 @@
-"""What trained heads propose, and which rules and trees they can be used with.
+"""Proposals of trained heads, and the rules and trees that they can be used with.
 
 That they change no token: tests/equality (random heads), and tests/heads/test_shipped.py (trained ones).
 """

@@ -40,7 +40,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def write_packages(site: Path, versions: dict[str, str]) -> None:
-    """What an installed package says of itself."""
+    """Write the metadata of installed packages."""
     for name, version in versions.items():
         info = site / f"{name.replace('-', '_')}-0.dist-info"
         info.mkdir(parents=True, exist_ok=True)

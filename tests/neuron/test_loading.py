@@ -146,8 +146,8 @@ def test_warm_up_loads_the_weights_of_a_pair_once(workshop: Workshop, runtime: R
 
 @pytest.fixture
 def compiled(install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
-    """Flags of what a process compiles for one graph, with a compiler and a machine of its own; nothing if it finds the
-    graph in the folder that all processes have.
+    """Function that compiles one graph in a process with its own compiler and machine: its flags, or nothing if the
+    graph is in the folder that all processes have.
     """
     install()
 
