@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -71,27 +70,36 @@ def test_ties_are_kept_together_in_any_order() -> None:
             assert set(KERNELS.sample_tokens(logits, positions, sampling)[0].tolist()) == allowed
 
 
+class WaitingError(Exception):
+    """A rank needs what others have not sent yet."""
+
+
 class Ranks:
-    """Ranks as threads, which meet in every collective."""
+    """Ranks that take turns: each starts again until all have sent what it needs."""
 
     def __init__(self, degree: int) -> None:
-        self.degree, self._here = degree, threading.local()
-        self._meeting, self._sent = threading.Barrier(degree, timeout=60), [torch.empty(0)] * degree
+        self.degree, self._rank, self._next = degree, 0, 0
+        self._sent: list[dict[int, Tensor]] = []  # of every collective, by rank
 
     def run(self, work: Callable[[int], tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
-        def one(rank: int) -> tuple[Tensor, ...]:
-            self._here.rank = rank
-            return work(rank)
-
-        with ThreadPoolExecutor(self.degree) as pool:
-            return list(pool.map(one, range(self.degree)))
+        """Results of every rank."""
+        found: dict[int, tuple[Tensor, ...]] = {}
+        while len(found) < self.degree:
+            for rank in set(range(self.degree)) - set(found):
+                self._rank, self._next = rank, 0
+                with suppress(WaitingError):
+                    found[rank] = work(rank)
+        return [found[rank] for rank in range(self.degree)]
 
     def gather(self, x: Tensor) -> Tensor:
-        self._sent[self._here.rank] = x
-        self._meeting.wait()
-        every = torch.stack(self._sent)
-        self._meeting.wait()
-        return every
+        self._next += 1
+        if self._next > len(self._sent):
+            self._sent.append({})
+        sent = self._sent[self._next - 1]
+        sent[self._rank] = x
+        if len(sent) < self.degree:
+            raise WaitingError
+        return torch.stack([sent[rank] for rank in range(self.degree)])
 
     def reduce(self, x: Tensor) -> Tensor:
         return self.gather(x).sum(0)
