@@ -1,7 +1,6 @@
 """Random EAGLE heads for the tiny target, and plain references of what they compute; no tests.
 
-The references use no cache, no tree mask and no code of the head: every node is computed from its whole path, and the
-layer of version 1 is transformers' own.
+The references use no cache, no tree mask and no code of the head: every node is computed from its whole path.
 """
 
 from __future__ import annotations
@@ -12,8 +11,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from paceline.auto import SamplingDecoder
 from paceline.decoder.models.config import ModelConfig
@@ -31,12 +28,9 @@ LAYERS = (0, 1, 2)
 NEWER: dict[str, object] = {"qk_norm": True, "fc_norm": True, "norm_output": True, "num_layers": 2}
 """What EAGLE-3.1 and heads of several layers have beyond EAGLE-3."""
 SHARED: dict[str, object] = {
-    "shares_output": True,
-    "draft_vocab_size": VOCABULARY,
-    "num_layers": 2,
-    "qk_norm": True,
+    "shares_output": True, "draft_vocab_size": VOCABULARY, "num_layers": 2, "qk_norm": True,
     "norm_before_residual": True,
-}
+}  # fmt: skip
 PARALLEL: dict[str, object] = {"mask_token": 95, "fc_norm": True, "num_layers": 2}
 """A P-EAGLE head."""
 
@@ -57,18 +51,11 @@ def random_head(sizes: EagleConfig, *, seed: int = 1) -> Checkpoint:
 
 
 def drafter(
-    folder: Path,
-    target: SamplingDecoder,
-    version: int,
-    draft_tree: DraftTree,
-    *,
-    divided: bool | None = None,
-    **changes: object,
+    folder: Path, target: SamplingDecoder, version: int, tree: DraftTree, *, divided: bool | None = None, **own: object
 ) -> EagleDrafter:
-    """A drafter with a random head, through the disk."""
-    made = random_head(config(target.config, version, **changes))
-    checkpoint.save(folder, made)
-    return EagleDrafter.from_pretrained(folder, target, draft_tree, divided=divided)
+    """A drafter with a random head, through the disk; ``own``: changes of its sizes."""
+    checkpoint.save(folder, random_head(config(target.config, version, **own)))
+    return EagleDrafter.from_pretrained(folder, target, tree, divided=divided)
 
 
 def features(target: SamplingDecoder, ids: list[int], made: EagleDrafter) -> Tensor:
@@ -131,8 +118,9 @@ class Plain:
 
     def _layer(self, embedded: Tensor, states: Tensor) -> Tensor:
         if self.config.version == 1:
-            joined = torch.cat([embedded, states], -1) @ self.weights["fc.weight"].T
-            return self._transformers(joined + self.weights.get("fc.bias", torch.zeros(())))
+            joined = self._linear(torch.cat([embedded, states], -1), "fc")
+            normed = self._norm(joined, "layer.input_layernorm.weight") if self.config.input_norm else joined
+            return self._rest(joined, normed, "layer.")
         normed = self._norm(states, "layer.hidden_norm.weight")
         stream = normed if self.config.norm_before_residual else states
         x = torch.cat([self._norm(embedded, "layer.input_layernorm.weight"), normed], -1)
@@ -142,15 +130,17 @@ class Plain:
         """A layer from its attention's input on."""
         stream = stream + self._attention(x, prefix)
         y = self._norm(stream, f"{prefix}post_attention_layernorm.weight")
-        gate, up = (y @ self.weights[f"{prefix}mlp.{part}_proj.weight"].T for part in ("gate", "up"))
-        return stream + (F.silu(gate) * up) @ self.weights[f"{prefix}mlp.down_proj.weight"].T
+        gate, up = (self._linear(y, f"{prefix}mlp.{part}_proj") for part in ("gate", "up"))
+        return stream + self._linear(F.silu(gate) * up, f"{prefix}mlp.down_proj")
+
+    def _linear(self, x: Tensor, name: str) -> Tensor:
+        return x @ self.weights[f"{name}.weight"].T + self.weights.get(f"{name}.bias", torch.zeros(()))
 
     def _attention(self, x: Tensor, prefix: str) -> Tensor:
         """Every pair in a separate pass, over the pairs up to it."""
         sizes, size = self.config, len(x)
         q, k, v = (
-            (x @ self.weights[f"{prefix}self_attn.{side}_proj.weight"].T).unflatten(-1, (-1, sizes.head_dim))
-            for side in "qkv"
+            self._linear(x, f"{prefix}self_attn.{side}_proj").unflatten(-1, (-1, sizes.head_dim)) for side in "qkv"
         )
         if sizes.qk_norm:
             q, k = (self._norm(y, f"{prefix}self_attn.{side}_norm.weight") for side, y in (("q", q), ("k", k)))
@@ -165,35 +155,7 @@ class Plain:
                 weights = (k[: i + 1, g] @ q[i, h] / sizes.head_dim**0.5).softmax(0)
                 heads.append(weights @ v[: i + 1, g])
             rows.append(torch.cat(heads))
-        return torch.stack(rows) @ self.weights[f"{prefix}self_attn.o_proj.weight"].T
-
-    def _transformers(self, x: Tensor) -> Tensor:
-        """The layer of transformers, which a head of version 1 is but for its first norm."""
-        sizes = self.config
-        made = LlamaConfig(
-            hidden_size=sizes.hidden_size,
-            intermediate_size=sizes.intermediate_size,
-            num_attention_heads=sizes.num_heads,
-            num_key_value_heads=sizes.num_kv_heads,
-            head_dim=sizes.head_dim,
-            rms_norm_eps=sizes.rms_norm_eps,
-            attention_bias=sizes.attention_bias,
-            mlp_bias=sizes.mlp_bias,
-            attn_implementation="eager",
-        )
-        layer = LlamaDecoderLayer(made, 0).eval()
-        own = {n.removeprefix("layer."): w for n, w in self.weights.items() if n.startswith("layer.")}
-        left = layer.load_state_dict(own, strict=False)
-        assert not left.unexpected_keys and set(left.missing_keys) <= {"input_layernorm.weight"}
-        if left.missing_keys:
-            layer.input_layernorm = torch.nn.Identity()
-        size = len(x)
-        mask = torch.full((size, size), -torch.inf).triu(1)[None, None]
-        places = torch.arange(size)[None]
-        turn = LlamaRotaryEmbedding(made)(x[None], places)
-        with torch.no_grad():
-            out = layer(x[None], attention_mask=mask, position_ids=places, position_embeddings=turn)
-        return (out[0] if isinstance(out, tuple) else out).view(size, -1)
+        return self._linear(torch.stack(rows), f"{prefix}self_attn.o_proj")
 
 
 def _turned(x: Tensor, turn: Tensor) -> Tensor:

@@ -22,18 +22,14 @@ from tests.decoder.tiny import Workshop
 from tests.eagle.heads import config, random_head
 
 
-@pytest.mark.parametrize("count", [7, 8, 16, 32, 36, 48, 80])
-def test_default_layers_are_those_of_eagle(count: int) -> None:
-    layers = default_layers(count)
-    assert layers == (2, count // 2, count - 3)
-    assert len(set(layers)) == 3 and list(layers) == sorted(layers)
+def test_default_layers_are_those_of_eagle() -> None:
+    assert [default_layers(count) for count in (7, 8, 32, 80)] == [(2, 3, 4), (2, 4, 5), (2, 16, 29), (2, 40, 77)]
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6])
+@pytest.mark.parametrize("count", [1, 6])
 def test_a_small_target_requires_the_option(workshop: Workshop, count: int) -> None:
-    with pytest.raises(
-        ConfigurationError, match=rf"for a target of {count} layers; give streams from 0 to {count} \(--aux-layers"
-    ):
+    said = rf"for a target of {count} layers; give streams from 0 to {count} \(--aux-layers"
+    with pytest.raises(ConfigurationError, match=said):
         default_layers(count)
     sizes = replace(ModelConfig.from_pretrained(workshop.checkpoint()), num_layers=count)
     texts = CachedTextOptions(length=24, prompt=6)
@@ -53,9 +49,7 @@ def test_aux_layers_accepts_text_or_numbers() -> None:
 
 
 @pytest.mark.parametrize("layout", ["paceline", "eagle", "speculators"])
-def test_the_option_overrides_the_file(
-    workshop: Workshop, tmp_path: Path, layout: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_option_wins(workshop: Workshop, tmp_path: Path, layout: str, caplog: pytest.LogCaptureFixture) -> None:
     """By argument and in the grammar; the log says both."""
     caplog.set_level(logging.INFO, "paceline")
     target = workshop.decoder(slots=1)
@@ -81,13 +75,9 @@ def test_aux_layers_is_an_option_of_eagle_3_heads_only(workshop: Workshop, tmp_p
     target = workshop.decoder(slots=1)
     for layout in ("paceline", "eagle"):
         checkpoint.save(tmp_path / layout, random_head(config(target.config, 1)), layout=layout)
-        with pytest.raises(
-            ConfigurationError, match=r"aux_layers: expected none for an EAGLE-1 head, .* got \[1, 2\]; omit"
-        ):
+        with pytest.raises(ConfigurationError, match=r"aux_layers: expected none for an EAGLE-1 head, .* got \[1, 2\]"):
             EagleDrafter.from_pretrained(tmp_path / layout, target, aux_layers="1,2")
-    with pytest.raises(
-        ConfigurationError, match="'amp' is not an option; use one of draft_tree, aux_layers, divided, quantiz"
-    ):
+    with pytest.raises(ConfigurationError, match="'amp' is not an option; use one of draft_tree, aux_layers, divided"):
         make_drafter(SpeculativeConfig(draft=f"{tmp_path / 'eagle'}:amp=f32"), target)
 
 

@@ -33,12 +33,7 @@ def target(request: pytest.FixtureRequest, workshop: Workshop) -> Iterator[Sampl
 
 
 EAGLE_HEADS: dict[str, tuple[int, DraftTree, str, dict[str, object]]] = {
-    "1, chain": (
-        1,
-        Chain(3),
-        "greedy",
-        {"fc_bias": True, "attention_bias": True, "mlp_bias": True, "input_norm": True},
-    ),
+    "1, chain": (1, Chain(3), "greedy", dict.fromkeys(("fc_bias", "attention_bias", "mlp_bias", "input_norm"), True)),
     "3, chain, drafts some": (3, Chain(3), "sampled", {"norm_before_residual": True}),
     "3, static tree, drafts all": (3, StaticTree((-1, -1, 0, 0, 1)), "cut", {"draft_vocab_size": VOCABULARY}),
     "3, dynamic tree, drafts some": (3, DynamicTree(5, depth=2, width=2), "sampled", {}),
@@ -49,13 +44,14 @@ EAGLE_HEADS: dict[str, tuple[int, DraftTree, str, dict[str, object]]] = {
 
 @pytest.mark.parametrize(
     ("target", "name"),
-    [(DEGREES[number % 2], name) for number, name in enumerate(EAGLE_HEADS)],
+    [
+        *((DEGREES[number % 2], name) for number, name in enumerate(EAGLE_HEADS)),
+        (2, "3, static tree, drafts all"),  # whole heads of queries and of keys on each; nothing is padded
+    ],
     indirect=["target"],
     scope="module",
 )
-def test_eagle_heads_on_ranks_keep_the_tokens(
-    workshop: Workshop, target: SamplingDecoder, tmp_path: Path, name: str
-) -> None:
+def test_heads_on_ranks_keep_the_tokens(workshop: Workshop, target: SamplingDecoder, tmp_path: Path, name: str) -> None:
     """A head that is divided, one that every rank has all of, and one rank draft the same."""
     version, draft_tree, setting, changes = EAGLE_HEADS[name]
     drafted = []
@@ -69,34 +65,16 @@ def test_eagle_heads_on_ranks_keep_the_tokens(
     assert all(one == drafted[0] for one in drafted)
 
 
-@pytest.mark.usefixtures("two_ranks")
-def test_an_eagle_head_on_two_ranks(workshop: Workshop, tmp_path: Path) -> None:
-    """Whole heads of queries and of keys on each; nothing is padded."""
-    target, found = load(workshop, 2), []
-    try:
-        for model, divided in ((load(workshop, 1), None), (target, True)):
-            drafter = heads.drafter(tmp_path, model, 3, StaticTree((-1, -1, 0, 0)), divided=divided)
-            generator = SpeculativeGenerator(drafter, model)
-            found.append((tokens(generator, **SETTINGS["sampled"]), generator.statistics.num_accepted_tokens_per_pos))
-        assert found[0] == found[1]
-    finally:
-        target.close()
-
-
 def test_a_rank_holds_its_shard_of_an_eagle_head(workshop: Workshop, target: SamplingDecoder, tmp_path: Path) -> None:
     """Half of 4 heads, 2 of keys, 48 columns of the MLP and 48 ids that can be drafted."""
     degree, whole = target.options.layout.degree, load(workshop, 1)
-    all_of_it, own = (
-        heads.drafter(tmp_path, model, 3, Chain(2), divided=model is target).head for model in (whole, target)
-    )
-    config = all_of_it.config
+    every, own = (heads.drafter(tmp_path, one, 3, Chain(2), divided=one is target).head for one in (whole, target))
+    config = every.config
     assert own.network.weights.head.shape == (config.draft_vocab_size // degree, config.hidden_size)
-    assert (
-        own.caches()[0][0].shape[1] == 1
-        and own.network.weights.layers[0].out.shape[1] < config.num_heads * config.head_dim
-    )
-    assert -(-config.intermediate_size // degree) == own.network.weights.layers[0].mlp.down.shape[1]
-    sizes = [sum(x.numel() for name, x in made.named_parameters() if name != "embedding") for made in (own, all_of_it)]
+    layer = own.network.weights.layers[0]
+    assert own.caches()[0][0].shape[1] == 1 and layer.out.shape[1] < config.num_heads * config.head_dim
+    assert -(-config.intermediate_size // degree) == layer.mlp.down.shape[1]
+    sizes = [sum(x.numel() for name, x in made.named_parameters() if name != "embedding") for made in (own, every)]
     assert sizes[0] < 0.6 * sizes[1]
 
 

@@ -7,37 +7,44 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline import SpeculativeGenerator
+from paceline.auto import SamplingDecoder
 from paceline.core.sampling import Sampling, sampling_tensors
 from paceline.core.types import Commit, RoundLimits
 from paceline.decoder.kernels.torch_kernels import TorchKernels
+from paceline.eagle.checkpoint import Checkpoint
+from paceline.eagle.config import EagleConfig
 from paceline.eagle.drafter import EagleDrafter
 from paceline.eagle.head import EagleHead
 from paceline.eagle.network import TrainableHead
-from paceline.eagle.tree import Chain, DraftTree, DynamicTree, StaticTree
+from paceline.eagle.tree import Chain, DraftTree, DynamicTree, StaticTree, best, kept
 from tests.decoder.tiny import Workshop, fresh
 from tests.eagle.heads import NEWER, PARALLEL, SHARED, Plain, config, drafter, features, random_head
 
 TEXT = [5, 17, 17, 90, 3, 44, 0, 8, 61]
 VARIANTS: list[tuple[int, dict[str, object]]] = [
-    (1, {}),
-    (1, {"fc_bias": True, "attention_bias": True, "mlp_bias": True}),
-    (1, {"input_norm": True}),
-    (3, {}),
-    (3, {"norm_before_residual": True}),
-    (3, NEWER),
-    (3, {**SHARED, "norm_before_fc": True}),
-    (3, PARALLEL),
-]
+    (1, {}), (1, {"fc_bias": True, "attention_bias": True, "mlp_bias": True}), (1, {"input_norm": True}), (3, {}),
+    (3, {"norm_before_residual": True}), (3, NEWER), (3, {**SHARED, "norm_before_fc": True}), (3, PARALLEL),
+]  # fmt: skip
 HEADS: list[tuple[int, dict[str, object]]] = [(1, {}), (3, {}), (3, NEWER), (3, SHARED)]
-GROWTHS = [Chain(4), StaticTree((-1, -1, 0, 0, 1, 2, 2, 5)), DynamicTree(9, depth=3, width=3)]
+CHAIN, BRANCHES = (-1, 0, 1, 2), (-1, -1, 0, 0, 1, 2, 2, 5)
+GROWTHS = [Chain(4), StaticTree(BRANCHES), DynamicTree(9, depth=3, width=3)]
 
 
 def plain(made: EagleDrafter) -> Plain:
     model = made.decoder.body.model
     return Plain(random_head(made.head.config), model.embedding, model.head)
+
+
+def trainable(found: Checkpoint[EagleConfig], target: SamplingDecoder) -> TrainableHead:
+    model = target.body.model
+    network = TrainableHead(found.config, model.embedding.detach(), model.head.detach())
+    network.load_state_dict({name: x for name, x in found.weights.items() if name != "ids"})
+    return network
 
 
 @pytest.mark.parametrize(("version", "changes"), VARIANTS)
@@ -51,7 +58,6 @@ def test_head_and_network_equal_a_plain_forward(workshop: Workshop, version: int
     weights = {name: x.clone() for name, x in found.weights.items()}
     if found.config.mask_token is not None:
         del weights["mask_hidden"]
-    model = target.body.model
     made = EagleHead(found.config, weights, shared=target.body.shared, kernels=TorchKernels(), options=target.options)
     tokens, row = torch.tensor([TEXT], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     places = torch.arange(len(TEXT), dtype=torch.int32)[None]
@@ -60,26 +66,19 @@ def test_head_and_network_equal_a_plain_forward(workshop: Workshop, version: int
     torch.testing.assert_close(hidden[0], wanted, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(made.scores(hidden)[0, -1], reference.scores(wanted[-1]), rtol=1e-4, atol=1e-3)
 
-    network = TrainableHead(found.config, model.embedding.detach(), model.head.detach())
-    network.load_state_dict({name: x for name, x in found.weights.items() if name != "ids"})
+    network = trainable(found, target)
     with torch.no_grad():
         learned = network(tokens.long(), network.fuse(real[None]), [])
         torch.testing.assert_close(learned[0], wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("version", "changes"), [*HEADS, (3, PARALLEL)])
-def test_later_training_passes_read_the_inputs_of_a_chain(
-    workshop: Workshop, version: int, changes: dict[str, object]
-) -> None:
+def test_later_passes_read_the_inputs_of_a_chain(workshop: Workshop, version: int, changes: dict[str, object]) -> None:
     """Pass j at place i is j drafts after the pair i, whose features are real (the training-time test)."""
     target = workshop.decoder(slots=1)
     found = random_head(config(target.config, version, **changes))
-    model = target.body.model
-    reference = Plain(found, model.embedding, model.head)
-    network = TrainableHead(
-        found.config, model.embedding.detach(), None if found.config.owns_output else model.head.detach()
-    )
-    network.load_state_dict({name: x for name, x in found.weights.items() if name != "ids"})
+    reference = Plain(found, target.body.model.embedding, target.body.model.head)
+    network = trainable(found, target)
     real, past = torch.randn(1, len(TEXT), found.config.feature_size), []
     with torch.no_grad():
         hidden = network.fuse(real)
@@ -93,31 +92,10 @@ def test_later_training_passes_read_the_inputs_of_a_chain(
                 torch.testing.assert_close(hidden[0, place], wanted, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize(("version", "changes"), [*HEADS, (3, PARALLEL)])
-def test_greedy_chains_equal_recomputation_of_the_path(
-    workshop: Workshop, tmp_path: Path, version: int, changes: dict[str, object]
-) -> None:
-    target = workshop.decoder(slots=1)
-    made = drafter(tmp_path, target, version, Chain(4), **changes)
-    reference, real = plain(made), features(target, TEXT, made)
-    path: list[int] = []
-    for _ in range(4):
-        scores = reference.scores(reference.hidden(real, [*TEXT[1:], 7, *path]))
-        path.append(int(reference.ids[scores.argmax()]))
-    assert proposed(made, real)[0][0].tolist() == path
-
-
 @pytest.mark.parametrize("version", [1, 3])
-@pytest.mark.parametrize(
-    ("draft_tree", "passes"), [(Chain(4), 4), (StaticTree((-1, -1, 0, 2)), 3), (DynamicTree(5, depth=3, width=2), 3)]
-)
-def test_the_pass_that_reads_the_commit_gives_the_first_level(
-    workshop: Workshop,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    version: int,
-    draft_tree: DraftTree,
-    passes: int,
+@pytest.mark.parametrize("draft_tree", [Chain(4), StaticTree((-1, -1, 0, 2)), DynamicTree(5, depth=3, width=2)])
+def test_reading_the_commit_gives_the_first_level(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, draft_tree: DraftTree
 ) -> None:
     """Rule C39: a proposal of D levels takes D passes of the head; reading what was committed is the first of them."""
     target = workshop.decoder(slots=1)
@@ -127,16 +105,19 @@ def test_the_pass_that_reads_the_commit_gives_the_first_level(
     monkeypatch.setattr(made.head, "run", lambda *given, **named: (seen.append(given), run(*given, **named))[1])
     proposed(made, real)
     reading = -(-(len(TEXT) - 1) // target.options.chunks[-1])  # of the prompt, before anything is proposed
-    assert len(seen) - reading == passes
+    assert len(seen) - reading == draft_tree.draft_shape.depth > 2
 
 
-@pytest.mark.parametrize(("version", "changes"), [*HEADS, (3, PARALLEL)])
-def test_static_trees_equal_recomputation_of_the_path(
-    workshop: Workshop, tmp_path: Path, version: int, changes: dict[str, object]
+@pytest.mark.parametrize(
+    ("version", "changes", "parents"),
+    [(*head, parents) for head in (*HEADS, (3, PARALLEL)) for parents in (CHAIN, BRANCHES)]
+    + [(3, {"draft_vocab_size": 1}, CHAIN)],
+)
+def test_chains_and_static_trees_equal_recomputation_of_the_path(
+    workshop: Workshop, tmp_path: Path, version: int, changes: dict[str, object], parents: tuple[int, ...]
 ) -> None:
-    parents = (-1, -1, 0, 0, 1, 2, 2, 5)
-    target = workshop.decoder(slots=1)
-    made = drafter(tmp_path, target, version, StaticTree(parents), **changes)
+    target, draft_tree = workshop.decoder(slots=1), Chain(4) if parents == CHAIN else StaticTree(parents)
+    made = drafter(tmp_path, target, version, draft_tree, **changes)
     reference, real = plain(made), features(target, TEXT, made)
     paths: list[list[int]] = []
     for node, parent in enumerate(parents):
@@ -205,7 +186,7 @@ def test_after_rounds_the_cache_equals_that_of_one_pass(
 
 @pytest.mark.parametrize("version", [1, 3])
 @pytest.mark.parametrize("draft_tree", GROWTHS, ids=lambda draft_tree: draft_tree.name)
-def test_moving_requests_keeps_the_acceptance(
+def test_moved_requests_keep_acceptance(
     workshop: Workshop, tmp_path: Path, version: int, draft_tree: DraftTree
 ) -> None:
     """Texts of unequal length leave, and others move to their slots, with all that the head has kept of them."""
@@ -217,6 +198,39 @@ def test_moving_requests_keeps_the_acceptance(
         counts = made.statistics
         seen.append((texts, counts.num_rounds, counts.num_draft_tokens_per_pos, counts.num_accepted_tokens_per_pos))
     assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_the_first_pick_of_a_tree_is_that_of_a_chain(workshop: Workshop, tmp_path: Path, temperature: float) -> None:
+    head = drafter(tmp_path, workshop.decoder(slots=4), 3, Chain(2)).head
+    sampling = sampling_tensors([Sampling(temperature=temperature, seed=seed) for seed in range(4)])
+    positions = torch.tensor([[3], [70], [5], [90]], dtype=torch.int32)
+    hidden = torch.randn(4, 1, head.config.hidden_size)
+    logprob, picks = best(head, hidden, 3, sampling=sampling, positions=positions)
+    chosen = head.kernels.sample_tokens(head.logits(hidden), positions, sampling)
+    assert torch.equal(picks[..., 0], chosen)
+    assert (logprob <= 0).all() and (logprob.diff(dim=-1) <= 1e-3).all() and (logprob.exp().sum(-1) <= 1.0001).all()
+
+
+@given(st.lists(st.integers(-3, 0), min_size=4, max_size=30), st.randoms(use_true_random=False))
+@settings(max_examples=60)
+def test_kept_nodes_are_connected_and_ordered_even_with_ties(steps: list[int], random: object) -> None:
+    """A child has its parent's value plus a step that is never above 0; many are equal."""
+    parents = [random.randrange(-1, node) if node else -1 for node in range(len(steps))]  # type: ignore[attr-defined]
+    logprob: list[float] = []
+    for parent, step in zip(parents, steps, strict=True):
+        logprob.append((logprob[parent] if parent >= 0 else 0.0) + step)
+    nodes = (len(steps) + 1) // 2
+    tokens, above = kept(
+        torch.arange(100, 100 + len(steps), dtype=torch.int32)[None],
+        torch.tensor([logprob]),
+        torch.tensor([parents], dtype=torch.int32),
+        nodes=nodes,
+    )
+    ids = [token - 100 for token in tokens[0].tolist()]
+    assert ids == sorted(sorted(range(len(steps)), key=lambda node: (-logprob[node], node))[:nodes])
+    assert [ids[p] if p >= 0 else -1 for p in above[0].tolist()] == [parents[node] for node in ids]
+    assert all(-1 <= parent < node for node, parent in enumerate(above[0].tolist()))
 
 
 def test_a_head_shares_the_tensors_of_its_target(workshop: Workshop, tmp_path: Path) -> None:

@@ -142,9 +142,6 @@ def test_answers_that_are_too_short_are_left_out(workshop: Workshop, tmp_path: P
 def test_what_cannot_learn_is_refused(workshop: Workshop, tmp_path: Path, draft: str | None) -> None:
     with pytest.raises(ConfigurationError, match="learn: expected a"):
         SpeculativeGenerator(draft, workshop.decoder(slots=1), learn=str(tmp_path))
-
-
-def test_a_folder_that_cannot_be_written_is_refused(workshop: Workshop, tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="learn: /proc cannot be written"):
         SpeculativeGenerator(str(save(tmp_path / "head", workshop)), workshop.decoder(slots=1), learn="/proc")
 
@@ -165,15 +162,10 @@ def test_a_damaged_head_of_an_earlier_process_is_left_out(workshop: Workshop, tm
 
 
 @pytest.mark.parametrize("kind", ["llama4", "gemma3n", "falcon new"])
-def test_a_target_for_which_no_head_can_be_trained_is_refused(workshop: Workshop, kind: str) -> None:
+def test_a_target_for_which_no_head_can_be_trained_is_refused(workshop: Workshop, tmp_path: Path, kind: str) -> None:
+    """To learn for it too, before a head is loaded."""
     with pytest.raises(CheckpointError, match="to train heads for, got"):
         FrozenTarget(workshop.checkpoint(kind=kind), (0, 1))
-
-
-@pytest.mark.parametrize("kind", ["llama4", "gemma3n", "falcon new"])
-def test_learn_is_refused_for_such_a_target_before_a_head_is_loaded(
-    workshop: Workshop, tmp_path: Path, kind: str
-) -> None:
     config = SpeculativeConfig(draft=str(save(tmp_path / "shipped", workshop)), k=2, learn=str(tmp_path / "w"))
     assert prepared(config, loadable(workshop.checkpoint(), LoadOptions())).learn
     with pytest.raises(CheckpointError, match="to train heads for, got"):
@@ -182,9 +174,7 @@ def test_learn_is_refused_for_such_a_target_before_a_head_is_loaded(
 
 
 @pytest.mark.full
-def test_a_process_learns_beside_decoding_and_may_die(
-    workshop: Workshop, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_process_learns_and_may_die(workshop: Workshop, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     target = workshop.decoder(slots=4)
     generator = SpeculativeGenerator(str(save(tmp_path / "shipped", workshop)), target, k=2, learn=str(tmp_path / "w"))
     learner = generator.learner

@@ -2,7 +2,7 @@
 
 The files in ``published`` hold the config.json as it was found, where, and the sizes of the target. Weights are not
 needed to read them: the tensors are a list of names, those that EAGLE's issue 265 prints and those that speculators
-writes. A few are read with random weights of these names too.
+writes.
 """
 
 from __future__ import annotations
@@ -14,17 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from paceline.core.errors import CheckpointError, PacelineError, UnknownArchitectureError
 from paceline.decoder.json_fields import Fields
 from paceline.decoder.models.config import ModelConfig
-from paceline.eagle import checkpoint, formats
+from paceline.eagle import formats
 from paceline.eagle.config import EagleConfig, is_eagle_config
-from tests.decoder.tiny import VOCABULARY, Workshop
-from tests.eagle.heads import config as tiny_config
-from tests.eagle.heads import random_head
 
 UNKNOWN = UnknownArchitectureError
 FOLDER = Path(__file__).parent / "published"
@@ -119,14 +114,11 @@ NEWER: dict[str, dict[str, object]] = {
 """What heads of ``READ`` have that EAGLE-3 as first published does not."""
 
 
-def test_every_published_head_has_a_verdict_and_a_table_row() -> None:
-    names = {path.stem for path in FOLDER.glob("*.json")}
-    assert names == READ.keys() | REFUSED.keys() and not READ.keys() & REFUSED.keys()
-    table = (FOLDER / "README.md").read_text()
-    assert all(f"`{name}`" in table and entry(name)["looked_up"] in table for name in names)
-    assert all(is_eagle_config(entry(name)["config"]) for name in names - {"eagle-vicuna-7b", "eagle-vicuna-33b"} - {
-        "eagle-mixtral-8x7b"
-    }), "the oldest files say nothing that a Llama of one layer would not"  # fmt: skip
+def test_every_published_head_has_a_verdict() -> None:
+    assert sorted(path.stem for path in FOLDER.glob("*.json")) == sorted([*READ, *REFUSED])
+    # The oldest files say nothing that a Llama of one layer would not.
+    newer = {*READ, *REFUSED} - {"eagle-vicuna-7b", "eagle-vicuna-33b", "eagle-mixtral-8x7b"}
+    assert all(is_eagle_config(entry(name)["config"]) for name in newer)
 
 
 @pytest.mark.parametrize("name", READ)
@@ -171,9 +163,7 @@ def test_unsupported_eagle_heads_are_rejected_with_the_reason(name: str) -> None
         ("nebius-gpt-oss-20b", {"truncated_vocab_size": 9}, CheckpointError, "got truncated_vocab_size=9 and draft"),
         ("specforge-qwen3-235b", {"eagle_aux_hidden_state_layer_ids": [2, 47, 91]}, CheckpointError, "keep the one"),
         (
-            "eagle3-llama3.1-8b",
-            {"norm_before_fc": False, "eagle_config": {"norm_before_fc": True}},
-            CheckpointError,
+            "eagle3-llama3.1-8b", {"norm_before_fc": False, "eagle_config": {"norm_before_fc": True}}, CheckpointError,
             "the same norm_before_fc at the top level and in eagle_config",
         ),
         ("eagle3-llama3.1-8b", {"eagle_config": {"parallel_draft_step": 4}}, UNKNOWN, "in one pass"),
@@ -230,50 +220,3 @@ def test_ids_that_begin_with_1_are_outputs_of_layers(caplog: pytest.LogCaptureFi
     assert "reads residual streams [2, 30, 57]" in caplog.text
     assert read("eagle3-llama3.1-8b").layers == (2, 16, 29)
     assert "no layers are configured: the head reads residual streams [2, 16, 29]" in caplog.text
-
-
-@pytest.mark.parametrize("prefix", ["", "model."])
-@pytest.mark.parametrize(
-    ("name", "version", "layout"),
-    [
-        ("eagle-llama3-8b", 1, "eagle"),
-        ("eagle3-llama3.1-8b", 3, "eagle"),
-        ("specforge-qwen3-235b", 3, "eagle"),
-        ("angelslim-qwen3-4b", 3, "nxd"),  # names of layers.0 beside a flat configuration
-        ("speculators-gemma4-31b", 3, "speculators"),
-        ("speculators-mistral-123b-eagle3.1", 3, "speculators"),
-        ("specforge-qwen3-30b-eagle3.1", 3, "eagle"),
-    ],
-)
-def test_published_tensor_names_load(
-    workshop: Workshop, tmp_path: Path, name: str, version: int, layout: str, prefix: str
-) -> None:
-    """The same configuration with the sizes of the tiny target, with random weights."""
-    target = replace(workshop.decoder(slots=1).config, num_layers=8)
-    made = random_head(tiny_config(target, version, layers=(2, 4, 5) if version == 3 else (), **NEWER.get(name, {})))
-    sizes = formats.written(made.config, "eagle")
-    told = entry(name)["config"]
-    inner = told.get("transformer_layer_config", told)
-    inner |= {key: sizes[key] for key in inner.keys() & sizes.keys() if key not in ("architectures", "torch_dtype")}
-    inner |= {"head_dim": made.config.head_dim, "rms_norm_eps": made.config.rms_norm_eps, "rope_theta": 10000.0}
-    if version == 3:
-        told["draft_vocab_size"] = made.config.draft_vocab_size
-    if "eagle_config" in told:
-        told["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [1, 3, 4]
-    told.pop("target_hidden_size", None)
-    if "rope_parameters" in inner:
-        inner["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
-        del inner["rope_theta"]
-    if "eagle_aux_hidden_state_layer_ids" in told:
-        told["eagle_aux_hidden_state_layer_ids"] = [2, 4, 5]
-    tensors = {formats.foreign_name(own, layout, version): x for own, x in made.weights.items() if own != "ids"}
-    if version == 3:
-        tensors["d2t"] = made.weights["ids"] - torch.arange(len(made.weights["ids"]))
-    tensors["embed_tokens.weight"] = torch.randn(VOCABULARY, target.hidden_size)
-    save_file({prefix + own: x for own, x in tensors.items()}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(told))
-    found = checkpoint.load(tmp_path, target)
-    assert found.config.layers == made.config.layers and found.config.version == version
-    assert found.config.norm_before_residual == (layout == "speculators") and found.embedding is not None
-    assert found.weights.keys() == made.weights.keys()
-    assert all(torch.equal(found.weights[own], x) for own, x in made.weights.items())

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline import AutoDecoder, SpeculativeGenerator
+from paceline import SpeculativeGenerator
 from paceline.auto import SamplingDecoder
 from paceline.core.errors import ConfigurationError
 from paceline.decoder.weights.formats import WeightFormat
@@ -31,10 +31,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def load(folder: Path, backend: str = "eager", **options: object) -> SamplingDecoder:
-    return AutoDecoder.from_pretrained(
-        folder, n_positions=tiny.POSITIONS, context_length_estimate=tiny.CHUNK, backend=backend, **options
-    )
+def load(folder: Path, **options: object) -> SamplingDecoder:
+    return tiny.fresh(folder, backend="eager", **options)  # type: ignore[arg-type]
 
 
 def matrix_of(head: EagleHead, name: str) -> object:
@@ -75,7 +73,7 @@ def test_a_requested_head_format_is_used(folder: Path, tmp_path: Path) -> None:
 
 
 def test_head_matrices_equal_the_quantised_file(folder: Path, tmp_path: Path) -> None:
-    target = load(folder, quantization="int8", amp="f32")
+    target = load(folder, quantization="int8")
     made = heads.random_head(heads.config(target.config, 3))
     checkpoint.save(tmp_path, made)
     head = EagleDrafter.from_pretrained(tmp_path, target, Chain(2)).head

@@ -19,7 +19,7 @@ from paceline.core.types import FeatureSpec
 from paceline.decoder.steps import prefill
 from paceline.eagle.drafter import EagleDrafter
 from tests.decoder.tiny import POSITIONS, VOCABULARY, Workshop
-from tests.heads.speculators import needs_speculators, run_script
+from tests.heads.test_speculators import needs_speculators, run_script
 
 pytestmark = needs_speculators
 
@@ -80,16 +80,10 @@ def written(target: SamplingDecoder, case: Case, folder: Path, *, seed: int = 1)
     ids = torch.tensor(text[len(PROMPT) :]).bincount(minlength=VOCABULARY).topk(3).indices.sort().values
     sizes = target.config
     layer = {
-        "vocab_size": sizes.vocab_size,
-        "hidden_size": sizes.hidden_size,
-        "intermediate_size": sizes.intermediate_size,
-        "num_attention_heads": sizes.num_heads,
-        "num_key_value_heads": sizes.num_kv_heads,
-        "head_dim": sizes.head_dim,
-        "max_position_embeddings": POSITIONS,
-        "num_hidden_layers": 1,
-        **case.layer,
-    }
+        "vocab_size": sizes.vocab_size, "hidden_size": sizes.hidden_size, "intermediate_size": sizes.intermediate_size,
+        "num_attention_heads": sizes.num_heads, "num_key_value_heads": sizes.num_kv_heads, "head_dim": sizes.head_dim,
+        "max_position_embeddings": POSITIONS, "num_hidden_layers": 1, **case.layer,
+    }  # fmt: skip
     head = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2], **case.head}
     settings = {"kind": case.kind, "qwen3": case.qwen3, "k": K, "seed": seed, "layer": layer, "head": head}
     embedding = target.body.model.embedding.detach().float().clone()

@@ -18,11 +18,18 @@ from paceline.core.errors import (
     WeightValueError,
 )
 from paceline.medusa import checkpoint
-from paceline.medusa.config import MedusaConfig
+from paceline.medusa.config import MedusaConfig, is_medusa_config
 from paceline.medusa.network import Heads
 
 OWN = MedusaConfig(heads=3, layers=1, hidden_size=6, vocab_size=9, tied=False, base="someone/target")
 TIED = replace(OWN, layers=2, tied=True)
+
+
+def published(name: str) -> dict[str, object]:
+    """A config.json as it was found; where is in the file."""
+    found = json.loads((Path(__file__).parent / "published" / f"{name}.json").read_text())
+    assert found["source"] and found["looked_up"] and is_medusa_config(found["config"])
+    return dict(found["config"])
 
 
 def weights(config: MedusaConfig, *, seed: int = 0) -> dict[str, Tensor]:
@@ -46,8 +53,15 @@ def reference(config: MedusaConfig, named: dict[str, Tensor], states: Tensor, he
 
 def filled(config: MedusaConfig, named: dict[str, Tensor]) -> Heads:
     made = Heads(config, output(), torch.float32)
+    assert all(bool(x.isnan().all()) for x in made.own().values()), "until they are filled"
     made.fill(named)
     return made
+
+
+def check(folder: Path, named: dict[str, Tensor]) -> None:
+    """Compare the heads that a folder is read as."""
+    found = checkpoint.load(folder, vocab_size=9).weights
+    assert found.keys() == named.keys() and all(torch.equal(found[name], x) for name, x in named.items())
 
 
 @pytest.mark.parametrize("config", [OWN, TIED, replace(OWN, layers=0), replace(TIED, layers=1)])
@@ -59,72 +73,43 @@ def test_the_heads_are_residual_blocks_and_a_projection(config: MedusaConfig) ->
         torch.testing.assert_close(made[:, head], reference(config, named, states, head))
 
 
-def test_untrained_heads_equal_the_output_layer() -> None:
-    made = Heads(OWN, output(), torch.float32)
-    assert all(bool(torch.isnan(p).all()) for p in made.own().values())
-    assert bool(torch.isnan(made(torch.ones(1, 6), nn.functional.linear)).all())
-
-
-@pytest.mark.parametrize("layout", checkpoint.LAYOUTS)
-def test_every_layout_reads_back(tmp_path: Path, layout: str) -> None:
-    named = weights(OWN)
-    checkpoint.save(tmp_path, OWN, named, layout=layout)
-    found = checkpoint.load(tmp_path, vocab_size=9)
-    assert found.config == OWN
-    assert found.weights.keys() == named.keys()
-    assert all(torch.equal(found.weights[name], named[name]) for name in named)
-
-
 @pytest.mark.parametrize("source", checkpoint.LAYOUTS)
 @pytest.mark.parametrize("layout", checkpoint.LAYOUTS)
 def test_every_layout_is_converted_to_every_other(tmp_path: Path, source: str, layout: str) -> None:
     named = weights(OWN)
     checkpoint.save(tmp_path / "a", OWN, named, layout=source)
     checkpoint.convert(tmp_path / "a", tmp_path / "b", layout=layout, output=output())
-    found = checkpoint.load(tmp_path / "b", vocab_size=9)
-    assert found.config == OWN
-    assert all(torch.equal(found.weights[name], x) for name, x in named.items())
-
-
-def test_medusas_other_file_and_sharded_heads_are_read(tmp_path: Path) -> None:
-    named = weights(OWN)
-    theirs = checkpoint.renamed(OWN, named, "medusa")
-    (tmp_path / "one").mkdir()
-    save_file(theirs, tmp_path / "one" / "medusa_lm_head.safetensors")
-    (tmp_path / "many").mkdir()
-    places = {}
-    for part in range(3):
-        shard = {f"medusa_head.{k}": v for k, v in theirs.items() if k.startswith(f"{part}.")}
-        file = f"model-{part}.safetensors"
-        save_file({**shard, f"model.layers.{part}.norm": torch.ones(2)}, tmp_path / "many" / file)
-        places |= dict.fromkeys(shard, file)
-    (tmp_path / "many" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-    for folder in ("one", "many"):
-        found = checkpoint.load(tmp_path / folder, vocab_size=9).weights
-        assert found.keys() == named.keys()
-        assert all(torch.equal(found[name], x) for name, x in named.items())
-
-
-def test_tensor_names_of_other_projects_are_read(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path / "m", OWN, weights(OWN), layout="medusa")
-    names = set(torch.load(tmp_path / "m" / "medusa_lm_head.pt", weights_only=True))
-    assert names == {f"{i}.{rest}" for i in range(3) for rest in ("0.linear.weight", "0.linear.bias", "1.weight")}
-    checkpoint.save(tmp_path / "n", OWN, weights(OWN), layout="nxd")
-    names = set(torch.load(tmp_path / "n" / "medusa_heads.pt", weights_only=True))
-    assert names == {
-        f"medusa_head_{i}.{rest}" for i in range(3) for rest in ("0.linear.weight", "0.linear.bias", "1.weight")
-    }
+    assert checkpoint.load(tmp_path / "b", vocab_size=9).config == OWN
+    check(tmp_path / "b", named)
 
 
 @pytest.mark.parametrize("prefix", ["medusa_head.", "medusa_heads.", "model.medusa_head.", "model.medusa_head_"])
-def test_heads_inside_a_whole_model_are_found(tmp_path: Path, prefix: str) -> None:
-    named = weights(OWN)
+def test_heads_are_found_alone_in_a_whole_model_and_in_shards(tmp_path: Path, prefix: str) -> None:
+    named, norm = weights(OWN), {"model.norm.weight": torch.ones(6)}
     bare = checkpoint.renamed(OWN, named, "medusa")
-    save_file(
-        {**{prefix + k: v for k, v in bare.items()}, "model.norm.weight": torch.ones(6)}, tmp_path / "model.safetensors"
-    )
-    found = checkpoint.load(tmp_path, vocab_size=9)
-    assert all(torch.equal(found.weights[name], named[name]) for name in named)
+    alone, whole, many = (tmp_path / name for name in ("alone", "whole", "many"))
+    for folder in (alone, whole, many):
+        folder.mkdir()
+    save_file(bare, alone / "medusa_lm_head.safetensors")
+    save_file({**{prefix + name: x for name, x in bare.items()}, **norm}, whole / "model.safetensors")
+    places = {}
+    for part in range(3):
+        shard, file = (
+            {prefix + name: x for name, x in bare.items() if name[0] == str(part)},
+            f"model-{part}.safetensors",
+        )
+        save_file({**shard, **norm}, many / file)
+        places |= dict.fromkeys(shard, file)
+    (many / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    for folder in (alone, whole, many):
+        check(folder, named)
+
+
+@pytest.mark.parametrize(("layout", "prefix"), [("medusa", ""), ("nxd", "medusa_head_")])
+def test_tensor_names_of_other_projects_are_written(tmp_path: Path, layout: str, prefix: str) -> None:
+    file = checkpoint.save(tmp_path, OWN, weights(OWN), layout=layout)
+    parts = ("0.linear.weight", "0.linear.bias", "1.weight")
+    assert set(torch.load(file, weights_only=True)) == {f"{prefix}{i}.{part}" for i in range(3) for part in parts}
 
 
 def test_medusas_module_reads_the_saved_files() -> None:
@@ -181,15 +166,15 @@ def test_tied_heads_are_saved_with_copies_of_the_output_layer(tmp_path: Path) ->
 
 def test_the_number_of_heads_comes_from_the_tensors(tmp_path: Path) -> None:
     """Published files say 2 and hold 5."""
-    checkpoint.save(tmp_path, OWN, weights(OWN), layout="medusa")
-    path = tmp_path / "config.json"
-    for said, found in ((2, 3), (None, 3)):
-        path.write_text(json.dumps({"medusa_num_heads": said}))
-        assert checkpoint.load(tmp_path, vocab_size=9).config.heads == found
+    path, five = tmp_path / "config.json", replace(OWN, heads=5)
+    checkpoint.save(tmp_path, five, weights(five), layout="medusa")
+    for told, base in ((published("medusa-vicuna-7b"), "lmsys/vicuna-7b-v1.3"), ({"medusa_num_heads": None}, "")):
+        path.write_text(json.dumps(told))
+        assert checkpoint.load(tmp_path, vocab_size=9).config == replace(five, base=base)
     path.unlink()
-    assert checkpoint.load(tmp_path, vocab_size=9).config == replace(OWN, base="")
+    assert checkpoint.load(tmp_path, vocab_size=9).config == replace(five, base="")
     for key, value, said in (
-        ("medusa_num_heads", 4, "medusa_num_heads: expected 3"),
+        ("medusa_num_heads", 6, "medusa_num_heads: expected 5"),
         ("medusa_num_layers", 2, "medusa_num_layers: expected 1"),
     ):
         path.write_text(json.dumps({key: value}))
@@ -217,24 +202,12 @@ def test_damaged_head_files_are_rejected(tmp_path: Path) -> None:
     for change, error, said in (
         ({"heads.0.blocks.0.bias": torch.full((6,), float("nan"))}, WeightValueError, "contains NaN"),
         ({"heads.0.blocks.0.bias": torch.ones(5)}, WeightShapeError, "expected shape"),
-        (
-            {"heads.0.blocks.0.bias": torch.ones(6, dtype=torch.int8)},
-            CheckpointError,
-            "bias: the data type I8 is not supported",
-        ),
+        ({"heads.0.blocks.0.bias": torch.ones(6, dtype=torch.int8)}, CheckpointError, "bias: the data type I8 is not"),
         ({"0.1.weight": torch.ones(9, 6)}, CheckpointError, "keep one layout"),
         ({"heads.0.blocks.0.bias": torch.tensor(1.0)}, WeightShapeError, "single number"),
         ({"heads.1.projection.weight": torch.tensor(1.0)}, WeightShapeError, "single number"),
-        (
-            {"heads.1.projection.bias": torch.ones(9)},
-            CheckpointError,
-            "weights: expected residual blocks and a projection without",
-        ),
-        (
-            {"medusa_head_0.norm.weight": torch.ones(6)},
-            CheckpointError,
-            "weights: expected residual blocks and a projection without",
-        ),
+        ({"heads.1.projection.bias": torch.ones(9)}, CheckpointError, "expected residual blocks and a projection"),
+        ({"medusa_head_0.norm.weight": torch.ones(6)}, CheckpointError, "expected residual blocks and a projection"),
     ):
         save_file({**named, **change}, tmp_path / "model.safetensors")
         with pytest.raises(error, match=said):
@@ -250,22 +223,16 @@ def test_damaged_head_files_are_rejected(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("layout", "stale"),
-    [
-        ("paceline", "medusa_lm_head.pt"),
-        ("nxd", "medusa_lm_head.safetensors"),
-        ("medusa", "medusa_lm_head.safetensors"),
-    ],
+    [("paceline", "medusa_lm_head.pt"), *((name, "medusa_lm_head.safetensors") for name in ("nxd", "medusa"))],
 )
 def test_heads_are_not_written_next_to_a_file_that_is_read_first(tmp_path: Path, layout: str, stale: str) -> None:
-    """Saved heads are equal after loading."""
     (tmp_path / stale).touch()
     with pytest.raises(ConfigurationError, match=f"expected a folder without other heads, got {stale}"):
         checkpoint.save(tmp_path, OWN, weights(OWN), layout=layout)
     (tmp_path / stale).unlink()
     for seed in (1, 2):  # over heads of the same name
         assert checkpoint.save(tmp_path, OWN, weights(OWN, seed=seed), layout=layout).stat().st_mode & 0o777 == 0o644
-        found = checkpoint.load(tmp_path, vocab_size=9).weights
-        assert all(torch.equal(found[name], x) for name, x in weights(OWN, seed=seed).items())
+        check(tmp_path, weights(OWN, seed=seed))
 
 
 def test_unknown_head_settings_are_rejected(tmp_path: Path) -> None:
@@ -277,7 +244,7 @@ def test_unknown_head_settings_are_rejected(tmp_path: Path) -> None:
     checkpoint.load(tmp_path, vocab_size=9)
     for more, said in (
         ({"medusa_num_decoders": 2}, "'medusa_num_decoders' is not a known setting"),
-        ({"model_type": "medusa", "num_heads": 5}, "vLLM's layout"),
+        (published("vllm-medusa"), "which is not supported; use the checkpoint that it was"),
     ):
         path.write_text(json.dumps({**told, **more}))
         with pytest.raises(UnknownArchitectureError, match=said):

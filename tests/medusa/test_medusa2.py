@@ -11,37 +11,29 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import MistralConfig, MistralForCausalLM
 
 from paceline import AutoDecoder, SpeculativeGenerator
 from paceline.core.errors import CheckpointError
 from tests.cli.calling import call, last
+from tests.decoder.families import VOCABULARY, network
 
 PUBLISHED = Path(__file__).parent / "published" / "medusa2-openhermes-mistral-7b.json"
 HEADS = 3
-TINY = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96,
-    "num_key_value_heads": 2, "max_position_embeddings": 128, "sliding_window": 24, "eos_token_id": None,
-    "bos_token_id": None,
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The model without heads; and with heads, in the published configuration with small sizes, as two pickles."""
-    config: dict[str, Any] = json.loads(PUBLISHED.read_text())["config"] | TINY
     alone, whole = tmp_path_factory.mktemp("alone"), tmp_path_factory.mktemp("whole")
-    torch.manual_seed(4)
-    network = MistralForCausalLM(MistralConfig(**config)).eval()
-    for weight in network.parameters():
-        torch.nn.init.normal_(weight, 1.0 if weight.ndim == 1 else 0.0, 0.3)
-    network.save_pretrained(alone)
-    state = network.state_dict()
-    heads: dict[str, torch.Tensor] = {}
+    model = network("mistral", layers=2)
+    model.save_pretrained(alone)
+    config = json.loads(PUBLISHED.read_text())["config"] | json.loads((alone / "config.json").read_text())
+    state, heads = model.state_dict(), dict[str, torch.Tensor]()
+    output = state["lm_head.weight"]
     for head in range(HEADS):  # of the state before: near the model's own choice, so that they are right now and then
-        heads[f"medusa_head.{head}.0.linear.weight"] = torch.randn(32, 32) * 0.05
-        heads[f"medusa_head.{head}.0.linear.bias"] = torch.randn(32) * 0.05
-        heads[f"medusa_head.{head}.1.weight"] = state["lm_head.weight"] + torch.randn(96, 32) * 0.02
+        heads[f"medusa_head.{head}.0.linear.weight"] = torch.randn(output.shape[1], output.shape[1]) * 0.05
+        heads[f"medusa_head.{head}.0.linear.bias"] = torch.randn(output.shape[1]) * 0.05
+        heads[f"medusa_head.{head}.1.weight"] = output + torch.randn_like(output) * 0.02
     places = {}
     for number, tensors in enumerate((state, heads), 1):
         torch.save(tensors, whole / f"pytorch_model-0000{number}-of-00002.bin")
@@ -52,9 +44,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("asked", [{}, {"do_sample": True, "temperature": 0.8, "seed": 3}])
-def test_a_medusa2_folder_decodes_plainly_and_drafts_for_itself(
-    folders: tuple[Path, Path], asked: dict[str, Any]
-) -> None:
+def test_a_medusa2_folder_decodes_and_drafts_for_itself(folders: tuple[Path, Path], asked: dict[str, Any]) -> None:
     alone, whole = (AutoDecoder.from_pretrained(folder, backend="eager", amp="f32") for folder in folders)
     wishes: dict[str, Any] = {"max_new_tokens": 40, **asked}
     expected = alone.sample([[5, 6, 7]], **wishes)
@@ -69,7 +59,7 @@ def test_the_command_takes_one_folder_for_both(folders: tuple[Path, Path], tmp_p
     made: list[dict[str, Any]] = []
     for number, source in enumerate(folders):
         folder = shutil.copytree(source, tmp_path / str(number))
-        words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(96)}, unk_token="w0"))
+        words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
         words.pre_tokenizer = pre_tokenizers.Whitespace()
         words.save(str(folder / "tokenizer.json"))
         options = ("--prompt", "w5 w6 w7", "--backend", "eager", "--max-new-tokens", 8, "--json")

@@ -6,13 +6,14 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+from torch import Tensor, nn
 
 from paceline.neuron import backend, noise_record
 from paceline.neuron import sdk as neuron_sdk
+from paceline.neuron.kernels import TraceableKernels
 from tests.decoder.tiny import Workshop, fresh
 
 NAMES = ("torch_neuronx", "neuronx_distributed", "neuronxcc", "torch_xla", "libneuronxla", "nki", "nkilib")
@@ -24,7 +25,11 @@ SDK = {
     "libneuronxla": "2.2.15515.0",
 }
 
-Install = Callable[..., ModuleType | None]
+VARIABLES = ("NEURON_RT_EXEC_TIMEOUT", "NEURON_RT_STOCHASTIC_ROUNDING_EN", "NEURON_COMPILE_CACHE_URL")
+"""Those that the backend sets."""
+
+Install = Callable[..., None]
+Runtime = Callable[[], Any]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -32,6 +37,32 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(DOUBLE.parent):
             item.add_marker("full")
+
+
+def write_packages(site: Path, versions: dict[str, str]) -> None:
+    """Write the metadata of installed packages."""
+    for name, version in versions.items():
+        info = site / f"{name.replace('-', '_')}-0.dist-info"
+        info.mkdir(parents=True, exist_ok=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+class Function(nn.Module):
+    """A step that is a function of one input."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        return (self.function(x),)
+
+
+class Widened(TraceableKernels):
+    """A mistake: activations stay float32, and every weight is made float32."""
+
+    def linear(self, x: Tensor, weight: Tensor, count: Tensor | None = None) -> Tensor:
+        return nn.functional.linear(x, weight.float())
 
 
 def forget() -> None:
@@ -57,12 +88,8 @@ def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Install
     """Install the fake: ``install(versions=..., target=..., code=...)``."""
 
     def made(versions: dict[str, str] | None = None, *, target: str = "inf2", code: bool = True) -> None:
-        site = tmp_path / "site"
-        for name, version in (SDK if versions is None else versions).items():
-            info = site / f"{name.replace('-', '_')}-{version}.dist-info"
-            info.mkdir(parents=True)
-            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-        monkeypatch.syspath_prepend(str(site))
+        write_packages(tmp_path / "site", SDK if versions is None else versions)
+        monkeypatch.syspath_prepend(str(tmp_path / "site"))
         if code:
             monkeypatch.syspath_prepend(str(DOUBLE))
         if target:
@@ -70,7 +97,7 @@ def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Install
 
     (tmp_path / "cores").mkdir()
     monkeypatch.setenv("NEURON_DOUBLE_CORES", str(tmp_path / "cores"))
-    for name in ("NEURON_RT_EXEC_TIMEOUT", "NEURON_RT_STOCHASTIC_ROUNDING_EN", "NEURON_COMPILE_CACHE_URL"):
+    for name in VARIABLES:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
@@ -80,7 +107,7 @@ def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Install
 
 
 @pytest.fixture
-def runtime(install: Install) -> Callable[[], ModuleType]:
+def runtime(install: Install) -> Runtime:
     """The fake torch_neuronx, imported by the backend. The check of the noise has passed."""
     install()
     noise_record.write(neuron_sdk.find(), outcome=True)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -30,14 +28,13 @@ from tests.decoder.families import save_pair
 from tests.decoder.headed import SMALL
 from tests.decoder.tiny import VOCABULARY, Workshop, fresh
 from tests.eagle import heads
-from tests.neuron.conftest import load
+from tests.neuron.conftest import Function, Runtime, load
 from tests.neuron.test_hlo_lint import BREAKING, proto
 from tests.orchestrator.test_trees import PROMPTS as FOUR
 from tests.orchestrator.test_trees import Orchard
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6] * 3, [5, 5]]
 ASKED = {"max_new_tokens": 24, "do_sample": True, "seed": 3, "temperature": 1.2, "top_k": 30}
-Runtime = Callable[[], Any]
 
 
 def pair(workshop: Workshop, backend: str, slots: int = 2, *, amp: str = "f32") -> tuple[Any, Any]:
@@ -86,9 +83,7 @@ def check_rounds(rounds: list[Traffic], *, most: int) -> None:
     assert {one.fetched for one in rounds} == {0}
 
 
-def test_fused_rounds_give_the_tokens_of_eager_decoding_with_one_call_and_few_bytes(
-    workshop: Workshop, runtime: Runtime, rounds: list[Traffic]
-) -> None:
+def test_a_fused_round_is_one_call_with_few_bytes(workshop: Workshop, runtime: Runtime, rounds: list[Traffic]) -> None:
     k, slots = 2, 2
     wanted = pair(workshop, "eager")[1].sample(PROMPTS, **ASKED).tolist()
     generator = SpeculativeGenerator(*pair(workshop, "neuron"), k=k)
@@ -163,7 +158,7 @@ def test_trees_keep_the_tokens_and_compact_the_cache(workshop: Workshop, runtime
     assert made.statistics.tau > 1.3
 
 
-def test_compiled_graphs_are_cached_saved_and_reused(
+def test_graphs_are_saved_and_reused(
     workshop: Workshop, runtime: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = pair(workshop, "neuron")[1]
@@ -208,54 +203,35 @@ def test_the_environment_is_set_before_the_runtime_starts(workshop: Workshop, ru
 
 
 def test_inputs_in_another_memory_layout_are_accepted(install: Any) -> None:
-    class Flat(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("two", torch.tensor(2.0))
-
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
-            return (x.reshape(-1) * self.two,)
-
     install()
     turned, dense = torch.arange(6.0).view(2, 3).T, torch.arange(6.0).view(3, 2)
-    step = neuron.NeuronBackend().compile(Graph(GraphKey("flat"), Flat(), (dense,), {}), print)
+    flat = Function(lambda x: x.reshape(-1) * 2)
+    step = neuron.NeuronBackend().compile(Graph(GraphKey("flat"), flat, (dense,), {}), print)
     assert torch.equal(step(turned)[0], turned.reshape(-1) * 2)
     assert torch.equal(step(dense)[0], dense.reshape(-1) * 2)
 
 
 def test_a_graph_that_breaks_a_rule_is_refused_before_the_compiler_sees_it(install: Any) -> None:
-    class Sorting(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
-            return (x.sort(-1).values,)
-
     install()
+    sorting = Graph(GraphKey("sorting"), Function(lambda x: x.sort(-1).values), (torch.randn(3),), {})
     with pytest.raises(BackendError, match="cannot be compiled for Neuron: operator"):
-        neuron.NeuronBackend().compile(Graph(GraphKey("sorting"), Sorting(), (torch.randn(3),), {}), print)
+        neuron.NeuronBackend().compile(sorting, print)
 
 
-@pytest.mark.parametrize(("line", "refused"), [(BREAKING["sort"], True), (BREAKING["unlisted"], False)])
-def test_the_hlo_of_the_sdk_is_linted_too(
-    install: Any, monkeypatch: pytest.MonkeyPatch, line: object, refused: bool
-) -> None:
+def test_the_hlo_of_the_sdk_is_linted_too(install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Faults that our own graph does not show: the module has an operator more. One that no list forbids is only
     logged.
     """
-
-    class Doubling(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
-            return (x + x,)
-
     install()
     backend = neuron.NeuronBackend()  # sets the environment, which has to be there before the SDK is imported
     functions = importlib.import_module("neuronx_distributed.trace.functions")
-    monkeypatch.setattr(functions.Recorded, "computations", proto(line).computations)
-    graph, said = Graph(GraphKey("doubling"), Doubling(), (torch.randn(3),), {}), list[str]()
-    if refused:
-        with pytest.raises(BackendError, match=r"cannot be compiled for Neuron as it was traced: sort: s\.20"):
-            backend.compile(graph, said.append)
-    else:
+    graph, said = Graph(GraphKey("doubling"), Function(lambda x: x + x), (torch.randn(3),), {}), list[str]()
+    monkeypatch.setattr(functions.Recorded, "computations", proto(BREAKING["sort"]).computations)
+    with pytest.raises(BackendError, match=r"cannot be compiled for Neuron as it was traced: sort: s\.20"):
         backend.compile(graph, said.append)
-        assert any("may not compile for Neuron: unlisted: q.20" in one for one in said)
+    monkeypatch.setattr(functions.Recorded, "computations", proto(BREAKING["unlisted"]).computations)
+    backend.compile(graph, said.append)
+    assert any("may not compile for Neuron: unlisted: q.20" in one for one in said)
 
 
 @pytest.mark.parametrize("gqa", ["replicated-heads", "all-gather-heads"])
@@ -274,9 +250,7 @@ def test_a_tensor_parallel_model_keeps_the_tokens(workshop: Workshop, runtime: R
         fresh(workshop.checkpoint(), backend="neuron")
 
 
-def test_a_sharded_eagle_head_has_separate_weights_and_caches_per_core(
-    workshop: Workshop, runtime: Runtime, tmp_path: Path
-) -> None:
+def test_a_sharded_eagle_head_keeps_the_tokens(workshop: Workshop, runtime: Runtime, tmp_path: Path) -> None:
     """Two cores, each with its heads and its part of the ids that can be drafted, which have gaps."""
     asked = {**ASKED, "max_new_tokens": 6}
     found = []
@@ -288,7 +262,7 @@ def test_a_sharded_eagle_head_has_separate_weights_and_caches_per_core(
     assert found[0] == found[1]
 
 
-def test_degrees_the_chip_lacks_are_rejected_before_anything_is_read(
+def test_degrees_the_chip_lacks_are_rejected_first(
     workshop: Workshop, install: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(target="trn1")
@@ -297,18 +271,11 @@ def test_degrees_the_chip_lacks_are_rejected_before_anything_is_read(
         AutoDecoder.from_pretrained(workshop.checkpoint(), backend="neuron", tp_degree=4)
 
 
-MODES = ("model, fused", "eagle 3, chain")
-"""Two models in a graph; and features that stay on the device between rounds of as many slots."""
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_neuron_tokens_equal_eager(
-    workshop: Workshop,
-    runtime: Callable[[], ModuleType],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    mode: str,
+@pytest.mark.parametrize("mode", ["model, fused", "eagle 3, chain"])
+def test_batch_buckets_keep_the_tokens(
+    workshop: Workshop, runtime: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
+    """Two models in a graph; and features that stay on the device between rounds of as many slots."""
     plain = SpeculativeGenerator(None, workshop.decoder(backend="eager"), k=0)
     made = batched.generator(workshop, mode, tmp_path / "heads", backend="neuron", buckets=[1, 4])
     seen = batched.watch(monkeypatch, made.target)
@@ -318,9 +285,7 @@ def test_neuron_tokens_equal_eager(
 
 
 @pytest.mark.parametrize(("slots", "most"), [(1, 16), (16, 28)])
-def test_by_default_a_pair_has_few_graphs(
-    workshop: Workshop, runtime: Callable[[], ModuleType], slots: int, most: int
-) -> None:
+def test_by_default_a_pair_has_few_graphs(workshop: Workshop, runtime: Runtime, slots: int, most: int) -> None:
     """Each graph takes minutes to compile; a CPU would have 44 and 112 at 4,096 positions."""
     defaults = decoder_options(LoadOptions(backend="neuron", batch_size=slots), 4096)
     assert defaults.kv_buckets == (1024, 4096) and defaults.batch_buckets == ((4, 16) if slots == 16 else (1,))
@@ -334,9 +299,7 @@ def test_by_default_a_pair_has_few_graphs(
     assert len(made) <= most
 
 
-def test_compiling_ahead_makes_the_graphs_of_every_bucket(
-    workshop: Workshop, runtime: Callable[[], ModuleType], tmp_path: Path
-) -> None:
+def test_compiling_ahead_makes_the_graphs_of_every_bucket(workshop: Workshop, runtime: Runtime, tmp_path: Path) -> None:
     """And those that move requests, so that no call has to wait."""
     made = batched.generator(workshop, "eagle 3, chain", tmp_path / "heads", backend="neuron", buckets=[1, 4])
     made.compile(kinds=["greedy"])
@@ -347,9 +310,7 @@ def test_compiling_ahead_makes_the_graphs_of_every_bucket(
     assert [graph.key for graph, _ in made.target.graphs()] == before
 
 
-def test_selftest_reports_measured_and_expected_times(
-    workshop: Workshop, install: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_selftest_reports_times(workshop: Workshop, install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     install()
     decoder = load(workshop)
     decoder.sample([[3, 1, 4]], max_new_tokens=1)

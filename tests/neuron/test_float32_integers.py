@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from paceline import SpeculativeGenerator
-from paceline.auto import SamplingDecoder
 from paceline.decoder.backends.base import Backend, Graph, Step
 from paceline.decoder.backends.registry import BACKENDS, BackendRow
 from paceline.decoder.kernels.protocol import Kernels
 from paceline.neuron.kernels import TraceableKernels
+from tests.decoder import batched
 from tests.decoder.headed import HEADED
 from tests.decoder.tiny import Workshop, fresh
 from tests.float32_integers import IntegersThroughFloat32
@@ -50,29 +50,19 @@ class Float32Integers(Backend):
         return run
 
 
-MODES: dict[str, Callable[[SamplingDecoder, SamplingDecoder, Path], SpeculativeGenerator]] = {
-    "plain": lambda target, _draft, _folder: SpeculativeGenerator(None, target),
-    "draft model": lambda target, draft, _folder: SpeculativeGenerator(draft, target, k=2),
-    "draft model, two graphs": lambda target, draft, _folder: SpeculativeGenerator(draft, target, k=2, fused=False),
-    "draft model, rejection": lambda target, draft, _folder: SpeculativeGenerator(
-        draft, target, k=2, acceptor="reject"
-    ),
-    "ngram": lambda target, _draft, _folder: SpeculativeGenerator("ngram", target, k=3),
-    **{name: lambda target, _draft, folder, make=make: make(target, folder) for name, make in HEADED.items()},
-}
+MODES = {name: batched.MODES[name] for name in ("plain", "n-grams", "model, fused", "model, two graphs", *HEADED)}
+MODES["model, reject"] = lambda small, target, _folder: SpeculativeGenerator(small, target, k=2, acceptor="reject")
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_every_mode_gives_the_same_tokens(
+def test_every_mode_keeps_tokens(
     mode: str, workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(BACKENDS, "rounded", BackendRow("rounded", f"{__name__}:Float32Integers", "for this test"))
     seen, largest[0] = [], 0
     for backend in ("eager", "rounded"):
-        target, draft = (
-            fresh(workshop.checkpoint(role), backend=backend, batch_size=2) for role in ("target", "draft")
-        )
-        generator = MODES[mode](target, draft, tmp_path / backend)
+        draft, target = (fresh(workshop.checkpoint(one), backend=backend, batch_size=2) for one in ("draft", "target"))
+        generator = MODES[mode](draft, target, tmp_path / backend)
         found = [
             generator.sample(PROMPTS, max_new_tokens=8, return_dict=True, **given)  # type: ignore[call-overload]
             for given in SAMPLING.values()

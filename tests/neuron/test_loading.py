@@ -19,10 +19,9 @@ from paceline.decoder.graph_key import GraphKey
 from paceline.neuron import backend as neuron
 from paceline.neuron import chip
 from tests.decoder.tiny import Workshop, fresh
-from tests.neuron.conftest import SDK, forget
+from tests.neuron.conftest import SDK, VARIABLES, Function, Install, Runtime, forget, write_packages
 from tests.neuron.test_backend import PROMPTS, pair
 
-Runtime = Callable[[], Any]
 X = torch.ones(2, 4)
 
 
@@ -54,9 +53,7 @@ def made(name: str, own: list[nn.Parameter], state: Tensor) -> Graph:
     return Graph(GraphKey(name), Products(own, state), (X,), {"graph": name})
 
 
-def test_prepared_graphs_compile_in_parallel_and_load_once(
-    install: Any, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prepared_graphs_compile_in_parallel(install: Any, runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chip, "_MAX_COMPILERS", 3)
     monkeypatch.setattr("os.cpu_count", lambda: 3)
     backend, own, state, said = neuron.NeuronBackend(), weights(2), torch.zeros(1), []
@@ -91,9 +88,7 @@ def test_a_later_graph_loads_without_reloading_weights(install: Any, runtime: Ru
     assert first(X)[1].item() == 4
 
 
-def test_a_graph_rejected_by_compiler_or_device_is_dropped(
-    install: Any, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rejected_graph_is_dropped(install: Any, runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     backend, own, state = neuron.NeuronBackend(), weights(1), torch.zeros(1)
     compile_one = backend._chip._compile
 
@@ -114,9 +109,7 @@ def test_a_graph_rejected_by_compiler_or_device_is_dropped(
     assert [steps[name](X)[1].item() for name in ("good", "better", "good")] == [1, 2, 3]
 
 
-def test_a_graph_of_an_interrupted_warmup_is_compiled_at_its_call(
-    install: Any, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_warm_up_is_made_good(install: Any, runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     backend, steps = neuron.NeuronBackend(), []
     with pytest.raises(KeyError), backend.prepare(), monkeypatch.context() as patch:
         patch.setattr(backend._chip, "_compiled", lambda _entry: None)  # as if its turn had not come
@@ -151,49 +144,33 @@ def test_warm_up_loads_the_weights_of_a_pair_once(workshop: Workshop, runtime: R
     assert runtime().loads == before and len(runtime().compiled) == compiled, "warm-up made every graph"
 
 
-class Scale(nn.Module):
-    def __init__(self, by: float) -> None:
-        super().__init__()
-        self.by = by
+@pytest.fixture
+def compiled(install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """Function that compiles one graph in a process with its own compiler and machine: its flags, or nothing if the
+    graph is in the folder that all processes have.
+    """
+    install()
 
-    def forward(self, x: Tensor) -> tuple[Tensor]:
-        return (x * self.by,)
-
-
-class Cache:
-    """One cache folder for several processes, each with a separate compiler and another machine."""
-
-    def __init__(self, site: Path, patch: pytest.MonkeyPatch) -> None:
-        self._site, self._patch = site, patch
-
-    def compiled(
-        self, *, kind: str = "verify", by: float = 2.0, target: str = "trn2", logical: str = "2", **versions: str
+    def flags(
+        *, kind: str = "verify", by: float = 2.0, target: str = "trn2", logical: str = "2", **versions: str
     ) -> list[str]:
-        """The flags of what this process compiles for one graph; nothing if it finds the graph."""
         forget()
-        self._patch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", target)
-        self._patch.setenv("NEURON_LOGICAL_NC_CONFIG", logical)
-        for variable in ("NEURON_RT_EXEC_TIMEOUT", "NEURON_RT_STOCHASTIC_ROUNDING_EN", "NEURON_COMPILE_CACHE_URL"):
-            self._patch.delenv(variable, raising=False)
-        for package, version in (SDK | {key.replace("_", "-"): value for key, value in versions.items()}).items():
-            info = self._site / f"{package.replace('-', '_')}-{SDK[package]}.dist-info"
-            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
-        step = neuron.NeuronBackend().compile(
-            Graph(GraphKey(kind), Scale(by), (torch.ones(2),), {"graph": "the same"}), lambda _line: None
-        )
+        monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", target)
+        monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", logical)
+        for variable in VARIABLES:
+            monkeypatch.delenv(variable, raising=False)
+        write_packages(tmp_path / "site", SDK | {key.replace("_", "-"): value for key, value in versions.items()})
+        graph = Graph(GraphKey(kind), Function(lambda x: x * by), (torch.ones(2),), {"graph": "the same"})
+        step = neuron.NeuronBackend().compile(graph, lambda _line: None)
         assert step(torch.ones(2))[0].tolist() == [by, by]
         import torch_neuronx
 
         return list(torch_neuronx.RUNTIME.compiled)
 
-
-@pytest.fixture
-def cache(install: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
-    install()
-    return Cache(tmp_path / "site", monkeypatch)
+    return flags
 
 
-def test_the_cache_key_covers_versions_chip_flags_and_graph(cache: Cache) -> None:
+def test_the_cache_key_covers_versions_chip_flags_and_graph(compiled: Callable[..., list[str]]) -> None:
     changes: list[dict[str, Any]] = [
         {},
         {"neuronx_cc": "2.24.5133.0"},
@@ -206,9 +183,9 @@ def test_the_cache_key_covers_versions_chip_flags_and_graph(cache: Cache) -> Non
         {"by": 3.0},
         {"kind": "prefill"},  # the same graph, with the flags of one that reads a prompt
     ]
-    flags = [cache.compiled(**change) for change in changes]
+    flags = [compiled(**change) for change in changes]
     assert [len(one) for one in flags] == [1] * len(changes), "each is compiled by itself"
-    assert [cache.compiled(**change) for change in changes] == [[]] * len(changes), "and found again"
+    assert [compiled(**change) for change in changes] == [[]] * len(changes), "and found again"
     assert "-O1" in flags[-1][0] and "-O2" in flags[0][0]
     assert "--lnc=2" in flags[0][0] and "--lnc=1" in flags[7][0] and "--target=inf2" in flags[5][0]
 

@@ -126,8 +126,15 @@ def test_the_graph_writes_the_lowered_steps_state_in_place(workshop: Workshop) -
         torch.testing.assert_close(state[name].float(), value.float(), rtol=0.05, atol=0.1)
 
 
-def test_compile_only_mode_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_older_or_compiling_torchneuron_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     neuron_native.runtime.cache_clear()
+    said = r"needs TorchNeuron, which cannot be imported .*torch-neuronx 2\.13 or 2\.14"
+    with pytest.raises(BackendError, match=said):
+        make("neuron-native")
+    monkeypatch.setitem(sys.modules, "torch_neuronx", ModuleType("torch_neuronx"))  # the older package of this name
+    monkeypatch.setattr(neuron_native.metadata, "version", lambda _name: "2.9.0.2.12.22436")
+    with pytest.raises(BackendError, match=r"torch-neuronx 2\.9\.0\.2\.12\.22436 has no device"):
+        make("neuron-native")
     monkeypatch.setenv("TORCH_NEURONX_COMPILE_ONLY", "1")
     with pytest.raises(BackendError, match=r"TORCH_NEURONX_COMPILE_ONLY is set.*unset it \(`paceline export-hlo`"):
         make("neuron-native")
@@ -160,22 +167,6 @@ def test_a_tensor_parallel_fused_round_is_one_graph_with_functional_collectives(
     assert found.count("_c10d_functional.all_reduce.default") == 3 * (1 + 2 * config.num_layers)
     assert found.count("_c10d_functional.all_gather_into_tensor.default") == gathers
     torch._dynamo.reset()
-
-
-def test_without_torchneuron_the_error_names_it() -> None:
-    neuron_native.runtime.cache_clear()
-    with pytest.raises(
-        BackendError, match=r"needs TorchNeuron, which cannot be imported .*torch-neuronx 2\.13 or 2\.14"
-    ):
-        make("neuron-native")
-
-
-def test_the_older_package_of_the_same_name_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
-    neuron_native.runtime.cache_clear()
-    monkeypatch.setitem(sys.modules, "torch_neuronx", ModuleType("torch_neuronx"))
-    monkeypatch.setattr(neuron_native.metadata, "version", lambda _name: "2.9.0.2.12.22436")
-    with pytest.raises(BackendError, match=r"torch-neuronx 2\.9\.0\.2\.12\.22436 has no device"):
-        make("neuron-native")
 
 
 @pytest.fixture

@@ -111,9 +111,7 @@ def _prefill(workshop: Workshop, events: list[str], *, backend: str = "neuron") 
 
 
 @pytest.mark.usefixtures("short")
-def test_prefill_uses_the_kernel_on_trainium2(
-    workshop: Workshop, install: Install, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prefill_uses_the_kernel(workshop: Workshop, install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     install(TRN2, target="trn2")
     events: list[str] = []
     kernel = _prefill(workshop, events)
@@ -198,9 +196,7 @@ def _torch_neuronx() -> ModuleType:
 
 
 @pytest.mark.usefixtures("short")
-def test_torchneuron_calls_the_kernel_inside_full_graphs(
-    workshop: Workshop, install: Install, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torchneuron_calls_the_kernel(workshop: Workshop, install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     install({}, target="")
     recorded = Recorded()
     home = Runtime(torch.device("cpu"), recorded.compiler, VERSIONS)

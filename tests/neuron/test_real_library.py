@@ -28,24 +28,12 @@ from tests.neuron.conftest import load
 
 SOURCE = os.environ.get("PACELINE_NXD_SOURCE")
 FILES = (
-    "trace/functions.py",
-    "trace/hlo_utils.py",
-    "trace/model_builder_utils.py",
-    "trace/mock_torchdist.py",
-    "trace/parallel_context.py",
-    "trace/nxd_model/base_nxd_model.py",
-    "trace/nxd_model/nxd_model.py",
-    "trace/nxd_model/utils.py",
-    "parallel_layers/comm.py",
-    "parallel_layers/mappings.py",
-    "parallel_layers/parallel_state.py",
-    "parallel_layers/utils.py",
-    "utils/__init__.py",
-    "utils/logger.py",
-    "utils/model_utils.py",
-    "utils/random.py",
-    "utils/utils.py",
-)
+    "trace/functions.py", "trace/hlo_utils.py", "trace/model_builder_utils.py", "trace/mock_torchdist.py",
+    "trace/parallel_context.py", "trace/nxd_model/base_nxd_model.py", "trace/nxd_model/nxd_model.py",
+    "trace/nxd_model/utils.py", "parallel_layers/comm.py", "parallel_layers/mappings.py",
+    "parallel_layers/parallel_state.py", "parallel_layers/utils.py", "utils/__init__.py", "utils/logger.py",
+    "utils/model_utils.py", "utils/random.py", "utils/utils.py",
+)  # fmt: skip
 """Those that run. Packages are imported without their own ``__init__``, which imports training and pipelines too."""
 BELOW = """import sys
 import torch_neuronx.graphs
@@ -53,16 +41,10 @@ import torch_neuronx.utils
 sys.modules["torch_neuronx.utils.utils"] = torch_neuronx.utils
 """
 UNUSED = (
-    "neuronxcc.nki",
-    "neuronxcc.nki.language",
-    "neuronxcc.nki.nccl",
-    "neuronxcc.nki._pre_prod_kernels.collectives",
-    "neuronxcc.nki.compiler.backends.neuron.dimensions",
-    "torch_neuronx.pyhlo",
-    "torch_neuronx.pyhlo.hlo_pb2",
-    "torch_neuronx.pyhlo.xla_data_pb2",
-    "torch_xla.core.xla_env_vars",
-)
+    "neuronxcc.nki", "neuronxcc.nki.language", "neuronxcc.nki.nccl", "neuronxcc.nki._pre_prod_kernels.collectives",
+    "neuronxcc.nki.compiler.backends.neuron.dimensions", "torch_neuronx.pyhlo", "torch_neuronx.pyhlo.hlo_pb2",
+    "torch_neuronx.pyhlo.xla_data_pb2", "torch_xla.core.xla_env_vars",
+)  # fmt: skip
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [5, 5]]
 
 

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
-from torch.nn import functional
 from typer.testing import CliRunner
 
 from paceline.cli.main import app
@@ -21,10 +19,10 @@ from paceline.eagle.config import EagleConfig
 from paceline.eagle.formats import written
 from paceline.neuron import chips, round_cost, round_graphs
 from paceline.neuron.hardware_speed import HardwareQuestion, from_hardware
-from paceline.neuron.kernels import TraceableKernels
 from paceline.neuron.round_graphs import EagleDraft, ModelDraft, RoundSetup, read_draft
 from paceline.placement.planning.instances import instance
 from tests.cli.calling import call
+from tests.neuron.conftest import Widened
 
 SHAPES = {
     "Llama-3-8B": (4096, 14336, 32, 32, 128, False),
@@ -40,19 +38,11 @@ SHAPES = {
 def fields(name: str) -> dict[str, Any]:
     hidden, inner, layers, heads, width, tied = SHAPES[name]
     return {
-        "model_type": "llama",
-        "vocab_size": 32_000 if name.startswith("Llama-2") else 128_256,
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads if name in ("Llama-2-7B", "Llama-2-13B") else 8,
-        "head_dim": width,
-        "max_position_embeddings": 131_072,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": tied,
-        "hidden_act": "silu",
-    }
+        "model_type": "llama", "vocab_size": 32_000 if name.startswith("Llama-2") else 128_256, "hidden_size": hidden,
+        "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": heads if name in ("Llama-2-7B", "Llama-2-13B") else 8, "head_dim": width,
+        "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5, "tie_word_embeddings": tied, "hidden_act": "silu",
+    }  # fmt: skip
 
 
 def setup(target: str, draft: str, **more: Any) -> RoundSetup:
@@ -162,10 +152,6 @@ def test_padded_heads_on_24_cores_are_counted() -> None:
 
 
 def test_a_widened_weight_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Widened(TraceableKernels):
-        def linear(self, x: Tensor, weight: Tensor, count: Tensor | None = None) -> Tensor:
-            return functional.linear(x, weight.float())
-
     monkeypatch.setattr(round_graphs, "TraceableKernels", Widened)
     found: Any = round_cost.round_cost(setup("Llama-3.2-1B", "Llama-3.2-1B", k=1), instance("inf2.48xlarge"))
     assert found["round"]["bytes_widened"] > 0.3e9
@@ -189,9 +175,8 @@ def test_the_command_reports_exceeded_limits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("one", [*chips.PUBLISHED, *chips.MISSED], ids=lambda one: f"{one.model} on {one.instance}")
 def test_published_decoding_is_within_a_quarter(one: chips.Published) -> None:
-    plain = setup(
-        one.model, one.model, degree=one.degree, k=0, rows=one.context, slots=one.slots, quantization=one.quantization
-    )
+    load = {"degree": one.degree, "rows": one.context, "slots": one.slots, "quantization": one.quantization}
+    plain = setup(one.model, one.model, k=0, **load)
     found: Any = round_cost.round_cost(plain, instance(one.instance))
     expected = found["round"]["expected_ms"] / 1e3
     print(f"{one.model}, {one.instance}, tp {one.degree}: {expected * 1e3:.2f} of {one.seconds * 1e3:.2f} ms")

@@ -18,7 +18,7 @@ import pytest
 
 from tests.cli.conftest import home
 from tests.docs.pages import text
-from tests.neuron.conftest import DOUBLE, SDK
+from tests.neuron.conftest import DOUBLE, SDK, write_packages
 
 __all__ = ["home"]
 
@@ -52,10 +52,7 @@ def place(home: Path, tmp_path: Path) -> Path:
         (tmp_path / "bin" / name).write_text(script)
         (tmp_path / "bin" / name).chmod(0o755)
     (tmp_path / "bin" / "python").symlink_to(sys.executable)
-    for name, version in SDK.items():
-        info = tmp_path / "site" / f"{name.replace('-', '_')}-{version}.dist-info"
-        info.mkdir(parents=True)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    write_packages(tmp_path / "site", SDK)
     (tmp_path / "cores").mkdir()
     return tmp_path
 

@@ -7,15 +7,9 @@ from neuronx_distributed.parallel_layers import parallel_state
 
 class NxDParallelState:
     def __init__(
-        self,
-        world_size=1,
-        rank=0,
-        tensor_model_parallel_size=1,
-        pipeline_model_parallel_size=1,
-        context_parallel_size=1,
-        expert_model_parallel_size=1,
-        lnc_size=None,
-    ) -> None:
+        self, world_size=1, rank=0, tensor_model_parallel_size=1, pipeline_model_parallel_size=1,
+        context_parallel_size=1, expert_model_parallel_size=1, lnc_size=None,
+    ) -> None:  # fmt: skip
         if (pipeline_model_parallel_size, context_parallel_size, expert_model_parallel_size) != (1, 1, 1):
             raise NotImplementedError("the fake divides tensors only")
         if world_size % tensor_model_parallel_size:

@@ -41,14 +41,9 @@ get_hlo_computation_by_id = get_hlo_root_instruction = hlo_entry_computation
 
 
 _ASKED = {
-    "inline_weights_to_neff": False,
-    "return_weights": False,
-    "output_aliased_tensor": False,
-    "cpu_backend": True,
-    "preserve_parameters": True,
-    "enable_aliasing": True,
-    "treat_inputs_as_kwargs": True,
-}
+    "inline_weights_to_neff": False, "return_weights": False, "output_aliased_tensor": False, "cpu_backend": True,
+    "preserve_parameters": True, "enable_aliasing": True, "treat_inputs_as_kwargs": True,
+}  # fmt: skip
 
 
 def generate_hlo(func, example_inputs, **options):

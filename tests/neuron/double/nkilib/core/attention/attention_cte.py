@@ -13,26 +13,15 @@ def _need(holds, what) -> None:
         raise AssertionError(f"attention_cte: {what}")
 
 
+ABSENT = ("sink", "cache_softmax", "cp_offset", "global_cp_deg", "bound_min", "bound_max")
 OPTIONS = {
-    "k_prior": None,
-    "v_prior": None,
-    "prior_used_len": None,
-    "sink": None,
-    "sliding_window": None,
+    **dict.fromkeys(
+        ("k_prior", "v_prior", "prior_used_len", "sliding_window", "softmax_dtype", "mm_out_dtype", *ABSENT)
+    ),
+    **dict.fromkeys(("tp_k", "tp_out", "cache_softmax", "cp_strided_q_slicing"), False),
     "tp_q": True,
-    "tp_k": False,
-    "tp_out": False,
-    "cache_softmax": False,
-    "softmax_dtype": None,
-    "mm_out_dtype": None,
-    "cp_offset": None,
-    "global_cp_deg": None,
-    "cp_strided_q_slicing": False,
-    "bound_min": None,
-    "bound_max": None,
 }
 """What may be given by name in release 2.29, with its defaults."""
-ABSENT = ("sink", "cache_softmax", "cp_offset", "global_cp_deg", "bound_min", "bound_max")
 
 
 @nki.jit

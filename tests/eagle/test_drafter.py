@@ -1,4 +1,7 @@
-"""EAGLE changes how many rounds a text takes and never its tokens; what cannot be exact is rejected."""
+"""State of a drafter between rounds, the probabilities that it states, and the trees that it cannot have.
+
+That it changes no token: tests/equality and tests/contract.
+"""
 
 from __future__ import annotations
 
@@ -9,73 +12,15 @@ import torch
 
 from paceline import SpeculativeGenerator
 from paceline.core.errors import ConfigurationError
-from paceline.core.protocols import Drafter
 from paceline.core.sampling import Sampling, sampling_tensors
 from paceline.eagle.drafter import EagleDrafter
-from paceline.eagle.tree import Chain, DynamicTree, StaticTree
+from paceline.eagle.tree import Chain, DraftTree, DynamicTree, StaticTree
 from paceline.engine.adaptive import DraftLengthController
 from tests.decoder.tiny import VOCABULARY, Workshop, fresh
-from tests.eagle.heads import DRAFTED, PARALLEL, drafter, features
+from tests.eagle.heads import PARALLEL, drafter, features
 from tests.fakes import misfit
 
 PROMPTS = [[5, 17, 17, 90], [4], [33, 2, 9], list(range(20, 45))]
-GROWTHS = [Chain(3), StaticTree((-1, -1, 0, 0, 1, 2)), DynamicTree(8, depth=3, width=3)]
-
-
-@pytest.mark.parametrize("drafted", [DRAFTED, 96, 1])
-def test_vocabularies_of_every_size_draft_ids_of_the_target(workshop: Workshop, tmp_path: Path, drafted: int) -> None:
-    target = workshop.decoder(slots=1)
-    made = drafter(tmp_path, target, 3, Chain(3), draft_vocab_size=drafted)
-    seen: set[int] = set()
-    propose = made.propose
-
-    def noted(*inputs: object) -> object:
-        found = propose(*inputs)  # type: ignore[arg-type]
-        seen.update(found.tokens.flatten().tolist())
-        return found
-
-    made.propose = noted  # type: ignore[method-assign,assignment]
-    ours = SpeculativeGenerator(made, target, fused=False).sample(PROMPTS[:1], max_new_tokens=30)
-    assert torch.equal(ours, target.sample(PROMPTS[:1], max_new_tokens=30))
-    assert seen and seen <= set(made.head.ids.tolist())
-
-
-def test_rounds_without_drafts_are_read_before_the_next_proposal(workshop: Workshop, tmp_path: Path) -> None:
-    """A head that was only observed for a while drafts as one that was asked all the time."""
-    target = workshop.decoder(slots=1)
-    made, other = (drafter(tmp_path, target, 3, Chain(3)) for _ in range(2))
-    asked: list[list[int]] = []
-    propose, count = other.propose, [0]
-
-    def sometimes(commit: object, sampling: object, bounds: object) -> object:
-        count[0] += 1
-        found = made.propose(commit, sampling, bounds)  # type: ignore[arg-type]
-        if count[0] % 3 == 0:
-            asked.append(found.tokens.flatten().tolist())
-            assert propose(commit, sampling, bounds).tokens.flatten().tolist() == asked[-1]  # type: ignore[arg-type]
-        return found
-
-    class Both(Drafter):
-        """Gives what ``made`` proposes, and asks ``other`` every third time."""
-
-        draft_shape, reads, max_positions = made.draft_shape, made.reads, made.max_positions
-
-        def add_request(self, *inputs: object) -> None:
-            made.add_request(*inputs)  # type: ignore[arg-type]
-            other.add_request(*inputs)  # type: ignore[arg-type]
-
-        def finish_request(self, slot: int) -> None:
-            made.finish_request(slot)
-            other.finish_request(slot)
-
-        def update(self, commit: object) -> None:
-            made.update(commit)  # type: ignore[arg-type]
-            other.update(commit)  # type: ignore[arg-type]
-
-        propose = staticmethod(sometimes)
-
-    SpeculativeGenerator(Both(), target).sample(PROMPTS[:1], max_new_tokens=30)  # type: ignore[arg-type]
-    assert len(asked) > 5
 
 
 def test_the_cache_equals_one_pass_while_draft_lengths_change(
@@ -100,7 +45,7 @@ def test_the_cache_equals_one_pass_while_draft_lengths_change(
         for ours, wanted in zip(made.head.caches()[0], other.head.caches()[0], strict=True):
             torch.testing.assert_close(ours[:, :, :read], wanted[:, :, :read], rtol=1e-4, atol=1e-4)
     with pytest.raises(ConfigurationError, match="got several; give one number, or let it draft a chain"):
-        drafter(tmp_path, target, 3, GROWTHS[1]).shortened(1)
+        drafter(tmp_path, target, 3, StaticTree((-1, -1, 0))).shortened(1)
 
 
 @pytest.mark.parametrize("version", [1, 3])
@@ -128,19 +73,6 @@ def test_draft_probs_of_a_sampled_chain_are_its_distribution(
     assert misfit(torch.stack(first)[:, :1].numpy(), wanted[0].double().numpy()) > 1e-3
 
 
-def test_sampled_chains_work_with_reject_and_sampled_trees_are_rejected(workshop: Workshop, tmp_path: Path) -> None:
-    target = workshop.decoder(slots=4)
-    chain = drafter(tmp_path, target, 3, Chain(3, drawn=True))
-    generator = SpeculativeGenerator(chain, target, acceptor="reject")
-    greedy = generator.sample(PROMPTS, max_new_tokens=12)
-    assert torch.equal(greedy, target.sample(PROMPTS, max_new_tokens=12))
-    generator.sample(PROMPTS, max_new_tokens=12, do_sample=True, temperature=1.0, seed=3)
-    for draft_tree in GROWTHS[1:]:
-        tree = drafter(tmp_path, target, 3, draft_tree)
-        with pytest.raises(ConfigurationError, match="acceptor='match'"):
-            SpeculativeGenerator(tree, target, acceptor="reject").sample(PROMPTS[:1], max_new_tokens=4)
-
-
 def test_prefill_graphs_are_shared_by_every_growth(workshop: Workshop, tmp_path: Path) -> None:
     target = fresh(workshop.checkpoint())
     for draft_tree in (Chain(2), DynamicTree(8, depth=3, width=3)):
@@ -164,19 +96,6 @@ def test_two_heads_of_one_shape_keep_their_graphs_apart(workshop: Workshop, tmp_
     assert torch.equal(accepted[0], accepted[2]) and not torch.equal(accepted[0], accepted[1])
 
 
-@pytest.mark.parametrize(
-    ("make", "part"),
-    [
-        (lambda: DynamicTree(3, depth=4, width=2), "4 to"),
-        (lambda: DynamicTree(99, depth=2, width=3), "12 nodes"),
-        (lambda: StaticTree((0, -1)), "parent"),
-    ],
-)
-def test_impossible_growths_are_rejected(make: object, part: str) -> None:
-    with pytest.raises(ConfigurationError, match=part):
-        make()  # type: ignore[operator]
-
-
 def test_a_tree_larger_than_the_cache_is_rejected(workshop: Workshop, tmp_path: Path) -> None:
     """DynamicTree(20, depth=18, width=10) keeps 20 nodes and expands 171; the cache has 128 rows after its text."""
     target = workshop.decoder(slots=1)
@@ -193,11 +112,18 @@ def test_a_tree_larger_than_the_cache_is_rejected(workshop: Workshop, tmp_path: 
         EagleDrafter(made.head, target, DynamicTree(20, depth=18, width=10))
 
 
-def test_trees_that_a_p_eagle_head_cannot_grow_are_rejected(workshop: Workshop, tmp_path: Path) -> None:
+def test_impossible_trees_are_rejected(workshop: Workshop, tmp_path: Path) -> None:
     target = workshop.decoder(slots=1)
-    for draft_tree, words in (
-        (GROWTHS[2], "expected a chain or a static tree for a P-EAGLE head, whose drafts"),
-        (Chain(65), "expected at most 128 cache rows .* got 130 for a chain 65 w"),
+
+    def peagle(draft_tree: DraftTree) -> EagleDrafter:
+        return drafter(tmp_path, target, 3, draft_tree, **PARALLEL)
+
+    for make, words in (
+        (lambda: DynamicTree(3, depth=4, width=2), "4 to"),
+        (lambda: DynamicTree(99, depth=2, width=3), "12 nodes"),
+        (lambda: StaticTree((0, -1)), "parent"),
+        (lambda: peagle(DynamicTree(8, depth=3, width=3)), "expected a chain or a static tree for a P-EAGLE head"),
+        (lambda: peagle(Chain(65)), "expected at most 128 cache rows .* got 130 for a chain 65 w"),
     ):
         with pytest.raises(ConfigurationError, match=words):
-            drafter(tmp_path, target, 3, draft_tree, **PARALLEL)
+            make()

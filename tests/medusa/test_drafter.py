@@ -1,4 +1,7 @@
-"""Medusa drafts, the target decides: the tokens are those of plain decoding, in any tree, batch, setting and round."""
+"""Proposals of trained heads, and the rules and trees that they can be used with.
+
+That they change no token: tests/equality (random heads), and tests/heads/test_shipped.py (trained ones).
+"""
 
 from __future__ import annotations
 
@@ -6,42 +9,38 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from paceline import MedusaDrafter, SpeculativeGenerator, Typical
 from paceline.core.errors import ConfigurationError
-from paceline.core.protocols import TraceableDrafter
 from paceline.core.types import Commit, Proposal, RoundLimits, SamplingTensors
+from paceline.heads.features import TrainingData
 from paceline.heads.frozen_model import FrozenTarget
+from paceline.medusa import train
+from paceline.medusa.config import MedusaConfig, MedusaTexts, MedusaTraining
 from paceline.medusa.tree import Choices
 from tests.decoder.tiny import VOCABULARY, Workshop
-from tests.equality.settings import PROMPTS, SETTINGS, assert_rolled_back, plain, run, texts
+from tests.equality.settings import PROMPTS, plain, run, texts
 from tests.fakes import Around
-from tests.medusa.trees import MC_SIM_7B_63
-
-SHALLOW = [path for path in MC_SIM_7B_63 if len(path) <= 3]
-TREES: dict[str, list[list[int]] | None] = {
-    "own": None,
-    "chain": [[0], [0, 0], [0, 0, 0]],
-    "bush": [[rank] for rank in range(8)],
-    "published": SHALLOW,
-}
 
 
-@pytest.mark.parametrize(("tree", "setting"), list(zip(TREES, [*SETTINGS, "cool"], strict=True)))
-def test_medusa_changes_no_token(workshop: Workshop, heads_folder: Path, tree: str, setting: str) -> None:
-    """With trained heads, so that paths of a tree are accepted too; random ones are in tests/contract."""
-    target = workshop.decoder()
-    drafter = MedusaDrafter.from_pretrained(heads_folder, target, draft_tree=TREES[tree])
-    result = run(SpeculativeGenerator(drafter, target), SETTINGS[setting])
-    assert texts(result) == plain(target, SETTINGS[setting])
-    assert_rolled_back(result)
-
-
-def test_an_invalid_tree_is_rejected_before_heads_are_read(workshop: Workshop, tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="got 5"):
-        MedusaDrafter.from_pretrained(tmp_path / "none", workshop.decoder(), draft_tree=5)  # type: ignore[arg-type]
+@pytest.fixture(scope="module")
+def heads_folder(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three tied heads of one block each, with a tree."""
+    out, work = tmp_path_factory.mktemp("heads"), tmp_path_factory.mktemp("heads-work")
+    target = FrozenTarget(workshop.checkpoint("target"))
+    stream = np.random.default_rng(1).integers(0, VOCABULARY, 9000).astype(np.int32)
+    plan = MedusaTexts(tokens=0, self_distill_tokens=128 * 40, length=40, prompt=4, eval_samples=4)
+    states = train.gather(target, TrainingData(stream), plan, work=work, report=lambda *_: None)
+    config = MedusaConfig(3, 1, 32, VOCABULARY, tied=True)
+    torch.manual_seed(0)
+    options = MedusaTraining(epochs=6, batch_size=8, learning_rate=5e-3)
+    train.train(target, config, options, states=states, work=work, out=out, prompt=4, report=lambda *_: None)
+    tree = Choices.of([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 1, 0], [3], [0, 0, 1]])
+    tree.write(out / "tree.json")
+    return out
 
 
 class Recorder(Around):
@@ -97,42 +96,38 @@ def test_typical_acceptance_is_greedy_at_0_and_labelled_lossy(
     assert "lossy" in caplog.text
     result = run(generator, {})
     assert texts(result) == plain(target, {})
-    assert not result.statistics.lossless
-    assert result.statistics.to_dict()["acceptor"] == "typical"
-    exact = run(SpeculativeGenerator(drafter, target), SETTINGS["cool"]).statistics
-    assert (exact.acceptor, exact.lossless) == ("match", True)
+    assert not result.statistics.lossless and result.statistics.to_dict()["acceptor"] == "typical"
     hot = {"do_sample": True, "temperature": 1.5, "seed": 3}
-    loose = SpeculativeGenerator(drafter, target, acceptor=Typical(epsilon=0.01, alpha=0.1))
-    found = run(loose, hot, new=60)
-    assert texts(found) != plain(target, hot, new=60)
-    assert (
-        found.statistics.acceptance_rate
-        > run(SpeculativeGenerator(drafter, target), hot, new=60).statistics.acceptance_rate
-    )
+    loose = run(SpeculativeGenerator(drafter, target, acceptor=Typical(epsilon=0.01, alpha=0.1)), hot, new=60)
+    exact = run(SpeculativeGenerator(drafter, target), hot, new=60)
+    assert (exact.statistics.acceptor, exact.statistics.lossless) == ("match", True)
+    assert texts(loose) != texts(exact)
+    assert loose.statistics.acceptance_rate > exact.statistics.acceptance_rate
     with pytest.raises(ConfigurationError, match="on the device"):
         run(generator, {"repetition_penalty": 1.2})
 
 
-def test_the_medusa_drafter_can_be_fused(workshop: Workshop, heads_folder: Path) -> None:
+def test_artefacts_depend_on_shape_and_tree_only(workshop: Workshop, heads_folder: Path) -> None:
+    """Heads of one shape share them, whatever target they came with."""
     drafter = MedusaDrafter.from_pretrained(heads_folder, workshop.decoder())
-    assert isinstance(drafter, TraceableDrafter)
     other = MedusaDrafter.from_pretrained(heads_folder, workshop.decoder(), draft_tree=[[0]])
-    assert drafter.step_key(1) != other.step_key(1)
-    assert drafter.cache_key() != other.cache_key()
+    assert drafter.step_key(1) != other.step_key(1) and drafter.cache_key() != other.cache_key()
     drafter.heads.config = replace(drafter.heads.config, base="somewhere/else")
     alike = MedusaDrafter(drafter.heads, drafter.decoder, drafter.choices)
-    assert alike.step_key(1) == drafter.step_key(1), (
-        "heads of one shape share artefacts, whatever target they came with"
-    )
+    assert alike.step_key(1) == drafter.step_key(1)
     assert not any(p.requires_grad for p in drafter.step(1, "full").parameters())
 
 
 def test_mismatched_trees_and_targets_are_rejected(workshop: Workshop, heads_folder: Path) -> None:
     target = workshop.decoder()
-    with pytest.raises(ConfigurationError, match="a depth of at most 3"):
-        MedusaDrafter.from_pretrained(heads_folder, target, draft_tree=MC_SIM_7B_63)
-    with pytest.raises(ConfigurationError, match=r"rank|window"):
-        MedusaDrafter.from_pretrained(heads_folder, target, draft_tree=[[rank] for rank in range(VOCABULARY + 1)])
+    for draft_tree, said in (
+        (Choices.chain(4), "a depth of at most 3"),
+        ([[rank] for rank in range(VOCABULARY + 1)], r"rank|window"),
+    ):
+        with pytest.raises(ConfigurationError, match=said):
+            MedusaDrafter.from_pretrained(heads_folder, target, draft_tree=draft_tree)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="got 5"):  # before heads are read
+        MedusaDrafter.from_pretrained(heads_folder / "none", target, draft_tree=5)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="drafter of trees"):
         run(SpeculativeGenerator(MedusaDrafter.from_pretrained(heads_folder, target), target, acceptor="reject"), {})
     drafter = MedusaDrafter.from_pretrained(heads_folder, target, draft_tree=Choices.chain(2))

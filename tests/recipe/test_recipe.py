@@ -1,10 +1,55 @@
-"""The part of the demo pair's recipe that points heads at earlier text: at the right places, and at nothing else."""
+"""Parts of the demo pair's recipe: the target is trained out of its loops, and heads are pointed at earlier text.
+
+The recipe is not an installed package: its folder is put on the path, for one test at a time.
+"""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import numpy as np
+import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+@pytest.fixture(autouse=True)
+def recipe_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "examples" / "pycode"))
+    for name in [name for name in sys.modules if name.split(".")[0] == "recipe"]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+def test_a_loop_begins_with_the_third_round() -> None:
+    from recipe.loops import looping
+
+    text, piece = torch.arange(100, 130), torch.arange(10, 40)
+    thrice = looping(torch.cat([text, piece, piece, piece])[None])[0]
+    assert thrice.tolist() == [False] * 90 + [True] * 30
+    assert not looping(torch.cat([text, piece, piece, text])[None]).any(), "what comes twice is a copy"
+    short = looping(torch.cat([text, torch.tensor([1, 2] * 10), text])[None])[0]
+    assert short.nonzero().flatten().tolist() == list(range(30 + 14, 30 + 20)), "12 tokens at least"
+
+
+def test_looping_tokens_become_less_likely_and_nothing_else_counts() -> None:
+    from recipe.loops import looping, unlikelihood
+
+    torch.manual_seed(0)
+    shape = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "hidden_size": 16}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=50, **shape))
+    ids = torch.tensor([[*range(20, 30), *([1, 2, 3] * 8)]])
+    found = looping(ids)
+    losses = []
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(5):
+        loss = unlikelihood(model(ids[:, :-1]).logits, ids, found)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0] / 1.2
+    assert unlikelihood(model(ids[:, :-1]).logits, ids, torch.zeros_like(found)).item() == 0
 
 
 def test_occurrences_are_the_positions_after_the_same_two_tokens() -> None:
