@@ -51,13 +51,11 @@ CASES: dict[str, Case] = {
     ),
     "qwen3": Case("qwen3", "qwen3"),
     "qwen3moe": Case(
-        "qwen3moe", "qwen3 moe", keys={"expert_count": 6, "expert_used_count": 2, "expert_feed_forward_length": 24}
+        "qwen3moe", "qwen3 moe", keys={"expert_count": 6, "expert_used_count": 2, "expert_feed_forward_length": 24},
     ),
     "phi2": Case("phi2", "phi", keys={"rope.dimension_count": 4}),
     "phi3": Case("phi3", "phi3", keys={"attention.sliding_window": 11, "rope.scaling.original_context_length": 96}),
-    "phi3 partial": Case(
-        "phi3", "phi3 partial", keys={"attention.sliding_window": 0, "rope.dimension_count": 4},
-    ),
+    "phi3 partial": Case("phi3", "phi3 partial", keys={"attention.sliding_window": 0, "rope.dimension_count": 4}),
     "gemma": Case("gemma", "gemma"),
     "gemma2": Case(
         "gemma2", "gemma2", {"query_pre_attn_scalar": _HEAD},
@@ -71,7 +69,7 @@ CASES: dict[str, Case] = {
         },
     ),
     "smollm3": Case(
-        "smollm3", "smollm3", {"no_rope_layer_interval": 4, "num_hidden_layers": 4, "use_sliding_window": False}
+        "smollm3", "smollm3", {"no_rope_layer_interval": 4, "num_hidden_layers": 4, "use_sliding_window": False},
     ),
     "granite": Case(
         "granite", "granite",
@@ -84,16 +82,16 @@ CASES: dict[str, Case] = {
     "olmo3": Case(
         "olmo2", "olmo3",
         keys={
-            "attention.sliding_window": 11, "attention.sliding_window_pattern": [False, True, True],
-            **_YARN, "rope.scaling.original_context_length": 24,
+            "attention.sliding_window": 11, "attention.sliding_window_pattern": [False, True, True], **_YARN,
+            "rope.scaling.original_context_length": 24,
         },
     ),
     "gpt-oss": Case(
         "gpt-oss", "gpt oss", {"intermediate_size": 32},
         {
-            "expert_count": 5, "expert_used_count": 2, "expert_feed_forward_length": 32,
-            "attention.sliding_window": 11, "attention.sliding_window_pattern": [False, True, True],
-            **_YARN, "rope.scaling.original_context_length": 24,
+            "expert_count": 5, "expert_used_count": 2, "expert_feed_forward_length": 32, "attention.sliding_window": 11,
+            "attention.sliding_window_pattern": [False, True, True], **_YARN,
+            "rope.scaling.original_context_length": 24,
         },
     ),
     "glm4moe": Case(
@@ -142,9 +140,7 @@ CASES: dict[str, Case] = {
     "starcoder": Case("starcoder", "bigcode"),
     "gpt2": Case("gpt2", "gpt2"),
     "gptneox": Case("gptneox", "neox", keys={"rope.dimension_count": 2, "use_parallel_residual": True}),
-    "gptneox serial": Case(
-        "gptneox", "neox serial", keys={"rope.dimension_count": 2, "use_parallel_residual": False}
-    ),
+    "gptneox serial": Case("gptneox", "neox serial", keys={"rope.dimension_count": 2, "use_parallel_residual": False}),
     "bloom": Case("bloom", "bloom"),
     "starcoder2": Case("starcoder2", "starcoder2", {"sliding_window": None}),
     "stablelm": Case("stablelm", "stablelm", keys={"rope.dimension_count": 2}),
