@@ -111,18 +111,6 @@ def test_a_quantised_matmul_is_near_the_dequantised_one(form: WeightFormat, rows
         assert bool(((product - exact).abs() <= room).all())
 
 
-@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.value)
-def test_a_row_has_the_same_bits_whatever_the_number_of_rows(form: WeightFormat) -> None:
-    packed, native = PackedMatrix(quantize(weight(37, 128), form)), Native()
-    x = weight(40, 128).view(1, 40, 128)
-    alone = torch.cat([native.linear(x[:, i : i + 1], packed) for i in range(40)], 1)
-    for rows in (1, 2, 3, 5, 9, 13, 17, 40):
-        assert torch.equal(native.linear(x[:, :rows], packed), alone[:, :rows])
-        assert torch.equal(native.linear(x[:, 40 - rows :], packed), alone[:, 40 - rows :])
-    count = torch.tensor([7], dtype=torch.int32)
-    assert torch.equal(native.linear(x, packed, count)[:, :7], alone[:, :7])
-
-
 def test_accelerator_graphs_scale_int8_sums_and_reject_blocks() -> None:
     original, x = weight(40, 64), weight(5, 64).view(1, 5, 64)
     packed = PackedMatrix(quantize(original, WeightFormat.INT8))
