@@ -22,7 +22,6 @@ from paceline.decoder import steps
 from paceline.decoder.gguf import checkpoint as gguf_checkpoint
 from paceline.decoder.gguf.header import read_header
 from paceline.decoder.models.config import ModelConfig
-from paceline.decoder.parallel.sharding import Shard, layout
 from paceline.decoder.weights import checkpoint
 from paceline.decoder.weights.hub import checkpoint_path
 from paceline.decoder.weights.open import open_weight_file
@@ -63,25 +62,6 @@ def test_every_tensor_type_equals_transformers(tmp_path: Path, kind: Kind) -> No
     for name, tensor in found.items():
         assert torch.equal(tensor, expected[name]), name
     check_logits(load(path), judge)
-
-
-@pytest.mark.parametrize("kind", [Kind.F32, Kind.Q4_1], ids=lambda kind: kind.name)
-@pytest.mark.parametrize("degree", [2, 3, 4])
-def test_rank_shards_are_slices_of_the_tensor(tmp_path: Path, kind: Kind, degree: int) -> None:
-    path = write(tmp_path / "model.gguf", network(), kind)
-    config = ModelConfig.from_pretrained(path)
-    whole = checkpoint.load_weights(path, config, torch.float32)
-    for rank in range(degree):
-        shard = Shard(config, layout(config, degree), rank)
-        parts = checkpoint.load_weights(path, config, torch.float32, shard=shard)
-        for name, spec in checkpoint.registry.family("llama").tensors(config).items():
-            cut = shard.slice_of(spec)
-            expected = whole[name]
-            if cut is not None:
-                expected = torch.cat([whole[name].narrow(cut.dim, a, b - a) for a, b in cut.ranges], cut.dim)
-                assert parts[name].shape[cut.dim] == cut.size
-                parts[name] = parts[name].narrow(cut.dim, 0, expected.shape[cut.dim])
-            assert torch.equal(parts[name], expected), name
 
 
 @pytest.mark.parametrize("kind", [Kind.BF16, Kind.Q4_1, Kind.Q4_K], ids=lambda kind: kind.name)

@@ -12,19 +12,10 @@ from paceline.decoder.models.blueprint import Blueprint
 from paceline.decoder.models.config import ModelConfig, RopeConfig
 
 SIZES: dict[str, object] = {
-    "model_type": "llama",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
+    "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4,
-}
-LLAMA3 = {
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+}  # fmt: skip
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 
 
 def write(folder: Path, config: dict[str, object], generation: dict[str, object] | None = None) -> Path:
@@ -71,57 +62,47 @@ def test_configurations_saved_by_transformers_are_read(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("type_key", ["type", "rope_type"])
-def test_both_rope_layouts_read_the_same(tmp_path: Path, type_key: str) -> None:
-    old: dict[str, object] = {**SIZES, "rope_theta": 5e5, "rope_scaling": {type_key: "llama3", **LLAMA3}}
-    new: dict[str, object] = {
-        **SIZES,
-        "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3},
-    }
-    first = ModelConfig.from_pretrained(write(tmp_path, old))
-    second = ModelConfig.from_pretrained(write(tmp_path, new))
-    assert first == second
-    assert first.fingerprint() == second.fingerprint()
-    assert first.rope == RopeConfig("llama3", 5e5, 2048, 64, factor=8.0)
-
-
-@pytest.mark.parametrize("unset", [None, {}])
-def test_an_empty_old_layout_leaves_the_new_one_in_force(tmp_path: Path, unset: object) -> None:
-    config = {**SIZES, "rope_scaling": unset, "rope_parameters": {"rope_type": "linear", "factor": 2.0}}
-    assert ModelConfig.from_pretrained(write(tmp_path, config)).rope.type == "linear"
-
-
-def test_the_old_rope_layout_takes_precedence(tmp_path: Path) -> None:
-    linear, dynamic = ({"rope_type": kind, "factor": 2.0} for kind in ("linear", "dynamic"))
-    config = {**SIZES, "rope_scaling": dynamic, "rope_parameters": linear}
-    theirs = LlamaConfig(rope_scaling=dict(dynamic), rope_parameters=dict(linear)).rope_parameters
-    assert ModelConfig.from_pretrained(write(tmp_path, config)).rope.type == theirs["rope_type"] == "dynamic"
-
-
-def test_an_original_length_outside_the_rope_settings_takes_precedence(tmp_path: Path) -> None:
-    config = {**SIZES, "rope_scaling": {"type": "llama3", **LLAMA3}, "original_max_position_embeddings": 128}
-    assert ModelConfig.from_pretrained(write(tmp_path, config)).rope.original_max_position_embeddings == 128
+LLAMA3_ROPE = {"type": "llama3", "theta": 5e5, "original_max_position_embeddings": 64, "factor": 8.0}
+LINEAR, DYNAMIC = ({"rope_type": kind, "factor": 2.0} for kind in ("linear", "dynamic"))
 
 
 @pytest.mark.parametrize(
-    ("config", "generation", "eos", "pad"),
+    ("said", "expected"),
     [
-        ({"eos_token_id": 5}, None, (5,), None),
-        ({"eos_token_id": 5}, {"eos_token_id": [6, 7, 6], "pad_token_id": 3}, (6, 7), 3),
-        ({"eos_token_id": 5, "pad_token_id": 4}, {"eos_token_id": None}, (5,), 4),
-        ({"eos_token_id": None, "pad_token_id": -1}, {}, (), None),
-        ({}, {}, (2,), None),
+        ({"rope_theta": 5e5, "rope_scaling": {"type": "llama3", **LLAMA3}}, LLAMA3_ROPE),
+        ({"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}}, LLAMA3_ROPE),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}}, LLAMA3_ROPE),
+        ({"rope_scaling": None, "rope_parameters": LINEAR}, {"type": "linear"}),
+        ({"rope_scaling": {}, "rope_parameters": LINEAR}, {"type": "linear"}),
+        ({"rope_scaling": DYNAMIC, "rope_parameters": LINEAR}, {"type": "dynamic"}),  # as in transformers
+        (
+            {"rope_scaling": {"type": "llama3", **LLAMA3}, "original_max_position_embeddings": 128},
+            {"original_max_position_embeddings": 128},
+        ),
+    ],
+)
+def test_rope_settings_are_read_in_the_old_and_the_new_layout(
+    tmp_path: Path, said: dict[str, object], expected: dict[str, object]
+) -> None:
+    found = ModelConfig.from_pretrained(write(tmp_path, SIZES | said)).rope
+    assert {name: getattr(found, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "expected"),
+    [
+        ({"eos_token_id": 5}, None, ((5,), None)),
+        ({"eos_token_id": 5}, {"eos_token_id": [6, 7, 6], "pad_token_id": 3}, ((6, 7), 3)),
+        ({"eos_token_id": 5, "pad_token_id": 4}, {"eos_token_id": None}, ((5,), 4)),
+        ({"eos_token_id": None, "pad_token_id": -1}, {}, ((), None)),
+        ({}, {}, ((2,), None)),
     ],
 )
 def test_special_ids_are_read(
-    tmp_path: Path,
-    config: dict[str, object],
-    generation: dict[str, object] | None,
-    eos: tuple[int, ...],
-    pad: int | None,
+    tmp_path: Path, config: dict[str, object], generation: dict[str, object] | None, expected: tuple[object, object]
 ) -> None:
     read = ModelConfig.from_pretrained(write(tmp_path, SIZES | config, generation))
-    assert (read.eos_token_ids, read.pad_token_id) == (eos, pad)
+    assert (read.eos_token_ids, read.pad_token_id) == expected
 
 
 def test_the_fingerprint_is_stable_and_covers_every_field(tmp_path: Path) -> None:
@@ -130,12 +111,9 @@ def test_the_fingerprint_is_stable_and_covers_every_field(tmp_path: Path) -> Non
     # Written down, so that a change that would orphan every cached graph is made knowingly.
     assert base.fingerprint() == again.fingerprint() == FINGERPRINT
     changed = [
-        {"rms_norm_eps": 1e-5},
-        {"rope_theta": 20000},
-        {"num_hidden_layers": 3},
-        {"tie_word_embeddings": True},
+        {"rms_norm_eps": 1e-5}, {"rope_theta": 20000}, {"num_hidden_layers": 3}, {"tie_word_embeddings": True},
         {"eos_token_id": 3},
-    ]
+    ]  # fmt: skip
     prints = {ModelConfig.from_pretrained(write(tmp_path, SIZES | change)).fingerprint() for change in changed}
     assert len(prints | {base.fingerprint()}) == len(changed) + 1
     assert json.loads(json.dumps(base.to_dict()))["rope"]["theta"] == 10000.0

@@ -293,18 +293,6 @@ def test_a_rank_that_fails_to_load_raises_in_the_caller(
     assert gone(own.processes)
 
 
-def test_a_step_that_cannot_be_sent_is_rejected_without_side_effects(target: SamplingDecoder) -> None:
-    class Local(torch.nn.Module):
-        """A class that no other process can find."""
-
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
-            return (x,)
-
-    with pytest.raises(ConfigurationError, match="cannot be sent to the other ranks"):
-        target.graph(GraphKey("local"), lambda _body, _bucket: Local(), [torch.ones(1)])
-    assert tokens(target) == tokens(target)
-
-
 @pytest.mark.usefixtures("two_ranks")
 def test_a_load_that_fails_on_a_rank_leaves_the_others_their_models(
     workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -149,32 +149,20 @@ def test_kernels_that_read_values_have_one_graph_for_all_modes(workshop: Worksho
 
 
 @pytest.mark.parametrize("fused", [None, False])
-def test_compile_builds_the_graphs_of_all_modes_but_the_widest(workshop: Workshop, fused: bool | None) -> None:
-    target, _ = by_kind(workshop)
-    draft, _ = by_kind(workshop, "draft")
-    generator = SpeculativeGenerator(draft, target, k=3, fused=fused)
-    generator.compile()
-    before = set(made(target, draft))
-    assert {key.sampling for key in before} == {None, "greedy", "top-k", "full"}
-    for kind in ("greedy", "top-k", "full"):
-        assert texts(run(generator, KINDS[kind])) == plain(workshop.decoder(), KINDS[kind])  # type: ignore[index]
-    assert set(made(target, draft)) == before
-    run(generator, KINDS["wide"])
-    assert {key.sampling for key in set(made(target, draft)) - before} == {"wide"}
-
-
-@pytest.mark.parametrize("fused", [None, False])
-def test_compile_builds_the_graphs_of_the_given_modes(workshop: Workshop, fused: bool | None) -> None:
+@pytest.mark.parametrize(("kinds", "later"), [(None, "wide"), (["full", "greedy"], "top-k")])
+def test_compile_builds_the_graphs_of_the_given_modes_or_all_but_the_widest(
+    workshop: Workshop, kinds: list[SamplingKind] | None, later: SamplingKind, fused: bool | None
+) -> None:
     (draft, _), (target, _) = by_kind(workshop, "draft"), by_kind(workshop)
     generator = SpeculativeGenerator(draft, target, k=3, fused=fused)
-    generator.compile(kinds=["full", "greedy"])
-    before = set(made(target, draft))
-    assert {key.sampling for key in before if key.is_round} == {"greedy", "full"}
-    for kind in ("greedy", "full"):
-        run(generator, KINDS[kind])  # type: ignore[index]
+    generator.compile(**({} if kinds is None else {"kinds": kinds}))
+    before, wanted = set(made(target, draft)), kinds or ["greedy", "top-k", "full"]
+    assert {key.sampling for key in before} == {None, *wanted}
+    for kind in wanted:
+        assert texts(run(generator, KINDS[kind])) == plain(workshop.decoder(), KINDS[kind])
     assert set(made(target, draft)) == before
-    run(generator, KINDS["top-k"])
-    assert {key.sampling for key in set(made(target, draft)) - before} == {"top-k"}
+    run(generator, KINDS[later])
+    assert {key.sampling for key in set(made(target, draft)) - before} == {later}
 
 
 def test_unknown_sampling_modes_are_rejected(workshop: Workshop) -> None:

@@ -173,21 +173,6 @@ def test_forward_returns_the_logits_of_every_token(both: Both) -> None:
     assert isinstance(both.ours(ONE, return_dict=False), tuple)
 
 
-def test_generation_continues_from_a_returned_cache(both: Both) -> None:
-    """The test follows transformers' test of generation that continues from past keys and values."""
-    whole = assert_same(both, ONE, **GREEDY)
-    head = both.ours.generate(
-        ONE, attention_mask=torch.ones_like(ONE), max_new_tokens=5, pad_token_id=0, return_dict_in_generate=True
-    )
-    cache = head.get("cache", head.get("past_key_values"))
-    text = head.sequences
-    name = "cache" if "cache" in head else "past_key_values"
-    rest = both.ours.generate(
-        text, attention_mask=torch.ones_like(text), max_new_tokens=7, pad_token_id=0, **{name: cache}
-    )
-    assert torch.equal(rest, whole)
-
-
 def test_a_cache_is_cropped_and_reordered(both: Both) -> None:
     out = both.ours(PADDED, attention_mask=MASK)
     cache = out.get("cache", out.get("past_key_values"))
