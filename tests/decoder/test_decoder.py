@@ -9,10 +9,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from paceline import SpeculativeGenerator
-from paceline.core.errors import (
-    ConfigurationError,
-    DecoderBusyError,
-)
+from paceline.core.errors import ConfigurationError, DecoderBusyError
 from paceline.decoder import steps
 from paceline.decoder.options import check_width
 from tests.decoder.tiny import POSITIONS, VOCABULARY, Workshop, load, network
@@ -92,9 +89,6 @@ def test_invalid_options_are_rejected_with_the_possible_values(
         assert part in str(caught.value)
 
 
-# ---- checkpoints that cannot be used: refused while loading, before anything is compiled
-
-
 def test_progress_is_reported_while_weights_are_read_with_one_thread(
     workshop: Workshop, restored_threads: None
 ) -> None:
@@ -150,21 +144,18 @@ def test_a_rejected_generation_does_not_disturb_the_running_one(workshop: Worksh
         for _ in range(2):
             with pytest.raises(DecoderBusyError), target.held_by("b"):
                 pass
-        with target.held_by("a"):
-            pass
-        with pytest.raises(DecoderBusyError), target.held_by("b"):
-            pass
+            with target.held_by("a"):
+                pass
     with pytest.raises(ZeroDivisionError), target.held_by("a"):
         raise ZeroDivisionError
     with target.held_by("b"):
         pass
 
 
-@pytest.mark.parametrize(("width", "fits"), [(1, True), (128, True), (129, False), (0, False), (-1, False)])
-def test_a_window_has_every_supported_width(width: int, fits: bool) -> None:
-    if fits:
+def test_a_window_has_1_to_128_rows() -> None:
+    for width in (1, 128):
         check_width(width)
-    else:
+    for width in (129, 0, -1):
         with pytest.raises(ConfigurationError, match=rf"expected 1 to 128 verified tokens \(k \+ 1\), got {width}"):
             check_width(width)
 

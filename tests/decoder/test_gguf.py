@@ -206,6 +206,14 @@ REFUSED: dict[str, tuple[dict[str, object], type[CheckpointError], str]] = {
     "a part": ({"split.count": 3}, CheckpointError, "3 parts"),
     "a wrong type": ({"llama.block_count": "two"}, CheckpointError, "block_count: expected an integer .*, got 'two'"),
     "eos": ({"tokenizer.ggml.eos_token_id": VOCABULARY}, CheckpointError, "eos_token_id: expected .*size 266, got 266"),
+    "a missing layer": (
+        {"llama.block_count": 3}, MissingWeightsError,
+        r"expected the tensors model.layers.2.* the file's metadata belongs",
+    ),
+    "other sizes": (
+        {"llama.attention.head_count": 2 * HEADS, "llama.rope.dimension_count": 32}, CheckpointError,
+        r"k_proj.weight: expected shape .* from the file's metadata, got \[128, 256\]",
+    ),
 }  # fmt: skip
 
 
@@ -218,35 +226,16 @@ def test_keys_that_change_the_output_are_rejected_by_name(tmp_path: Path, name: 
     assert str(path) in str(caught.value)
 
 
-def test_an_unknown_architecture_is_rejected(tmp_path: Path) -> None:
-    path = write(tmp_path / "model.gguf", network(), architecture="mamba")
+def test_other_architectures_tensors_and_types_are_rejected(tmp_path: Path) -> None:
+    path, ones = tmp_path / "model.gguf", np.ones((256, 256), np.int32)
+    write(path, network(), architecture="mamba")
     with pytest.raises(UnknownArchitectureError, match=r"architecture: expected one of llama, .*, got 'mamba'"):
         ModelConfig.from_pretrained(path)
-
-
-def test_an_unknown_tensor_type_is_rejected(tmp_path: Path) -> None:
-    path = write(tmp_path / "model.gguf", network(), extra={"blk.0.attn_q.weight": np.ones((256, 256), np.int32)})
+    write(path, network(), extra={"blk.0.attn_q.weight": ones})
     with pytest.raises(UnknownArchitectureError, match=r"attn_q.weight: the type I32 cannot be dequantised"):
         ModelConfig.from_pretrained(path)
-
-
-def test_missing_or_unused_tensors_are_rejected(tmp_path: Path) -> None:
-    path = write(tmp_path / "model.gguf", network(), changes={"llama.block_count": 3})
-    with pytest.raises(MissingWeightsError, match=r"expected the tensors model.layers.2.* the file's metadata belongs"):
-        load(path)
-    extra = {"blk.0.attn_q_norm.weight": np.ones(64, np.float32)}
-    with pytest.raises(
-        CheckpointError, match=r"expected only tensors .*, got also model.layers.0.self_attn.q_norm.weight"
-    ):
-        load(write(tmp_path / "model.gguf", network(), extra=extra))
-    path = write(
-        tmp_path / "model.gguf",
-        network(),
-        changes={"llama.attention.head_count": 2 * HEADS, "llama.rope.dimension_count": 32},
-    )
-    with pytest.raises(
-        CheckpointError, match=r"k_proj.weight: expected shape .* from the file's metadata, got \[128, 256\]"
-    ):
+    write(path, network(), extra={"blk.0.attn_q_norm.weight": np.ones(64, np.float32)})
+    with pytest.raises(CheckpointError, match=r"expected only tensors .*, got also model.layers.0.self_attn.q_norm"):
         load(path)
 
 

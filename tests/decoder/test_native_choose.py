@@ -15,21 +15,12 @@ from tests.decoder.other_kernels import call
 
 SIZES = [1, 7, 8, 100, 4096]
 PARAMS = [
-    Sampling(),
-    Sampling(0.7, seed=1),
-    Sampling(1.0, seed=-5),
-    Sampling(1.0, top_k=1, seed=2),
-    Sampling(1.3, top_k=5, seed=3),
-    Sampling(1.0, top_k=100000, seed=3),
-    Sampling(0.9, top_p=0.5, seed=4),
-    Sampling(0.9, top_p=0.95, seed=1 << 63),
-    Sampling(2.0, top_p=1e-6, seed=5),
-    Sampling(1.0, min_p=0.1, seed=6),
-    Sampling(1.0, min_p=1.0, seed=6),
-    Sampling(0.8, top_k=20, top_p=0.9, min_p=0.02, seed=(1 << 64) - 1),
-    Sampling(0.01, seed=8),
-    Sampling(50.0, top_k=40, seed=9),
-]
+    Sampling(), Sampling(0.7, seed=1), Sampling(1.0, seed=-5), Sampling(1.0, top_k=1, seed=2),
+    Sampling(1.3, top_k=5, seed=3), Sampling(1.0, top_k=100000, seed=3), Sampling(0.9, top_p=0.5, seed=4),
+    Sampling(0.9, top_p=0.95, seed=1 << 63), Sampling(2.0, top_p=1e-6, seed=5), Sampling(1.0, min_p=0.1, seed=6),
+    Sampling(1.0, min_p=1.0, seed=6), Sampling(0.8, top_k=20, top_p=0.9, min_p=0.02, seed=(1 << 64) - 1),
+    Sampling(0.01, seed=8), Sampling(50.0, top_k=40, seed=9),
+]  # fmt: skip
 
 
 def logits(size: int, *, rows: int = 6, seed: int = 0, spread: float = 3.0) -> Tensor:
