@@ -104,15 +104,17 @@ def test_progress_is_reported_while_weights_are_read_with_one_thread(
 
 @pytest.mark.parametrize("chunks", [[1], [4, 8], [7], [64], [16, 128]])
 def test_a_prompt_in_chunks_gives_the_logits_of_hugging_face(workshop: Workshop, chunks: list[int]) -> None:
+    """With one kind of chunks at every length, and in every bucket."""
     model = LlamaForCausalLM.from_pretrained(workshop.checkpoint(), dtype=torch.float32)
-    decoder = load(workshop.checkpoint(), context_length_estimate=chunks, batch_size=2)
-    for length in (1, 7, 8, 9, 37, 100):
-        prompt = torch.randint(VOCABULARY, (1, length), generator=torch.Generator().manual_seed(length))
-        with torch.no_grad():
-            expected = model(prompt).logits[0, -1]
+    options = {"n_positions": [16, 32, 64, POSITIONS], "context_length_estimate": chunks, "batch_size": 2}
+    decoder = load(workshop.checkpoint(), **options)
+    text = torch.randint(VOCABULARY, (POSITIONS,), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        expected = model(text[None]).logits[0]
+    for length in range(1, POSITIONS + 1) if chunks == [4, 8] else (1, 7, 8, 9, 37, 100):
         for slot in (1, 0):
-            made = steps.prefill(decoder, slot, prompt[0].tolist())[0]
-            torch.testing.assert_close(made[0, 0], expected, rtol=1e-5, atol=2e-5)
+            made = steps.prefill(decoder, slot, text[:length].tolist())[0]
+            torch.testing.assert_close(made[0, 0], expected[length - 1], rtol=1e-5, atol=2e-5)
 
 
 # ---- who may use it

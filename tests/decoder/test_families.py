@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+import paceline
 from paceline import SpeculativeGenerator
 from paceline.auto import SamplingDecoder
-from paceline.core.errors import UnknownArchitectureError
+from paceline.core.errors import CheckpointError, UnknownArchitectureError
 from paceline.decoder.json_fields import Fields
 from paceline.decoder.kernels.protocol import CachePosition, Tree
 from paceline.decoder.models.config import ModelConfig
@@ -145,3 +146,19 @@ def test_a_damaged_layer_pattern_allocates_no_memory(folders: dict[str, tuple[Pa
     known = json.loads((folders["gpt neo"][0] / "config.json").read_text())
     damaged = {**known, "attention_types": [[["global", "local"], 1 << 40]]}
     assert ModelConfig.from_fields(Fields(damaged, "config.json")).blueprint.windows == (0, WINDOW, 0)
+
+
+def test_every_transformers_neuronx_class_has_a_family() -> None:
+    names = [name for name in paceline.__all__ if name.endswith("ForSampling")]
+    families = [family for name in names for family in getattr(paceline, name).families]
+    assert len(set(families)) == len(families) and set(families) <= set(MODEL_FAMILIES)
+
+
+@pytest.mark.parametrize(("name", "family"), [("Qwen3ForSampling", "qwen3"), ("GPT2ForSampling", "gpt2")])
+def test_a_class_loads_only_its_family(folders: dict[str, tuple[Path, Path]], name: str, family: str) -> None:
+    folder, options = folders[family][0], {"backend": "eager", "amp": "f32", "context_length_estimate": [16]}
+    decoder = getattr(paceline, name).from_pretrained(folder, **options)
+    assert torch.equal(decoder.sample([[5, 9]], max_new_tokens=5), loaded(folder).sample([[5, 9]], max_new_tokens=5))
+    says = f"model_type: expected llama for LlamaForSampling, got '{family}'; use AutoDecoder"
+    with pytest.raises(CheckpointError, match=says):
+        paceline.LlamaForSampling.from_pretrained(folder, **options)
