@@ -121,12 +121,8 @@ def test_fused_attention_equals_its_parts(
         assert not found[line, count:].any()
         slot, row = [2, 0, 1][line], START[line]
         for new, old, plainly in zip(ours, made.cache, theirs, strict=True):
-            torch.testing.assert_close(
-                new[slot, :, row : row + count].float(),
-                plainly[slot, :, row : row + count].float(),
-                rtol=1e-2,
-                atol=1e-2,
-            )
+            written, wanted_rows = (cache[slot, :, row : row + count].float() for cache in (new, plainly))
+            torch.testing.assert_close(written, wanted_rows, rtol=1e-2, atol=1e-2)
             assert torch.equal(new[slot, :, :row], old[slot, :, :row])
             assert torch.equal(new[slot, :, row + count :], old[slot, :, row + count :])
 
@@ -136,16 +132,12 @@ def test_fused_attention_equals_its_parts(
 @pytest.mark.parametrize("window", [1, 5, 17, 40])
 def test_the_fused_mlp_equals_its_parts(native: Native, dtype: torch.dtype, biased: bool, window: int) -> None:
     made, hidden = layer(dtype, biased=biased), numbers(3, window, WIDTH, seed=20)
-    w = made.mlp
-    wide = replace(w, **{name: None if x is None else x.float() for name, x in _tensors(w).items()})
+    w, names = made.mlp, ("norm", "gate_up", "gate_up_bias", "down", "down_bias")
+    wide = replace(w, **{name: x.float() for name in names if (x := getattr(w, name)) is not None})
     wanted = gated_mlp(hidden, wide, kernels=Reference(dtype), group=SingleRank())
     # A last bit of difference before a product may be one of bfloat16's in it: 2^-9 of a number, times a weight.
     room = 2e-3 if dtype == torch.bfloat16 else 1e-4
     torch.testing.assert_close(native.mlp(hidden, w), wanted, rtol=room, atol=room)
-
-
-def _tensors(weights: MlpWeights) -> dict[str, Tensor | None]:
-    return {name: getattr(weights, name) for name in ("norm", "gate_up", "gate_up_bias", "down", "down_bias")}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
