@@ -78,11 +78,38 @@ def test_amp_sets_the_format_of_weights_and_cache(workshop: Workshop, amp: str) 
         ({"context_length_estimate": 0}, ["context_length_estimate", "positive"]),
         ({"amp": "fp16"}, ["amp: ", "got 'fp16'", "bf16, f16, f32"]),
         ({"backend": "tpu"}, ["backend: ", "got 'tpu'", "eager, native"]),
+        ({"quantization": "int3"}, ["quantization: expected one of int8, int8_per_tensor, fp8_e4m3", "got 'int3'"]),
+        ({"quantization": "gguf"}, ["expected a GGUF file"]),
+        (
+            {"quantization": "q8_0", "backend": "neuron"},
+            ["backend='neuron' multiplies with no blocks", "use 'int8', or"],
+        ),
+        ({"quantization": "q4_0"}, ["down_proj.weight: quantization: ", ", got 48; use ", "'int8'"]),
+        ({"kv_cache_dtype": "int4"}, ["kv_cache_dtype: expected one of int8, fp8_e4m3, fp8_", "got 'int4'"]),
+        *(
+            ({"kv_cache_dtype": "int8", "backend": name}, ["kv_cache_dtype='int8' asks for 8 bits; ", " eager, native"])
+            for name in ("neuron", "xla", "neuron-native")
+        ),
+        ({"tp_degree": 0}, ["tp_degree: expected a number of ranks of at least 1, got"]),
+        ({"tp_degree": 2, "backend": "native"}, ["tp_degree: expected 1 for backend='native'"]),
+        (
+            {"tp_degree": 4, "group_query_attention": "shard-over-heads"},
+            ["expected K/V heads divisible by tp_degree=4"],
+        ),
+        ({"tp_degree": 2, "group_query_attention": "shard-over-batch"}, ["shard-over-batch"]),
+        (
+            {"tp_degree": 2, "group_query_attention": "by-magic"},
+            ["expected one of 'shard-over-heads', ", " got 'by-magic'"],
+        ),
     ],
 )
 def test_invalid_options_are_rejected_with_the_possible_values(
-    workshop: Workshop, options: dict[str, object], parts: list[str]
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, options: dict[str, object], parts: list[str]
 ) -> None:
+    """Before anything is read, but for what depends on a matrix, and before any other process is started."""
+    if options != {"quantization": "q4_0"}:
+        monkeypatch.setattr("paceline.build.load_weights", None)
+    monkeypatch.setattr("paceline.decoder.backends.eager.shared", None)
     with pytest.raises(ConfigurationError) as caught:
         load(workshop.checkpoint(), **options)
     for part in parts:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.core.errors import ConfigurationError
 from paceline.decoder import memory
 from paceline.decoder.kernels import cache_rows
 from tests.decoder import tiny
@@ -58,11 +57,3 @@ def test_an_8_bit_cache_takes_less_memory_and_separate_graphs(folder: Path) -> N
         wide.body.shard, wide.options
     )
     assert narrow.cache_key() == {**wide.cache_key(), "kv_cache_dtype": "int8"}
-
-
-def test_unsupported_cache_formats_are_rejected_by_name(folder: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"kv_cache_dtype: expected one of int8, fp8_e4m3, fp8_.*, got 'int4'"):
-        load(folder, kv_cache_dtype="int4")
-    for backend in ("neuron", "xla", "neuron-native"):
-        with pytest.raises(ConfigurationError, match=r"kv_cache_dtype='int8' asks for 8 bits; .* eager, native"):
-            load(folder, backend=backend, kv_cache_dtype="int8")

@@ -11,7 +11,6 @@ import torch
 from gguf import GGMLQuantizationType
 from safetensors.torch import load_file
 
-from paceline import AutoDecoder
 from paceline.core.errors import ConfigurationError
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.models.registry import family
@@ -137,29 +136,6 @@ def test_a_rank_reads_only_its_shard_of_the_file(workshop: Workshop, monkeypatch
     norms = sum(spec.shape[0] for name, spec in family("llama").tensors(made).items() if "norm" in name)
     everything = sum(tensor.numel() for tensor in load_file(path / "model.safetensors").values())
     assert totals == [(everything - norms) // 2 + norms] * 2
-
-
-@pytest.mark.parametrize(
-    ("degree", "gqa", "words"),
-    [
-        (0, None, "tp_degree: expected a number of ranks of at least 1, got"),
-        (4, "shard-over-heads", "expected K/V heads divisible by tp_degree=4"),
-        (2, "shard-over-batch", "shard-over-batch"),
-        (2, "by-magic", "expected one of 'shard-over-heads', .* got 'by-magic'"),
-    ],
-)
-def test_impossible_degrees_are_rejected_before_anything_is_read(
-    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, degree: int, gqa: str | None, words: str
-) -> None:
-    monkeypatch.setattr("paceline.build.load_weights", None)
-    monkeypatch.setattr("paceline.decoder.backends.eager.shared", None)
-    with pytest.raises(ConfigurationError, match=words):
-        AutoDecoder.from_pretrained(workshop.checkpoint(), backend="eager", tp_degree=degree, group_query_attention=gqa)
-
-
-def test_single_rank_backends_reject_tensor_parallelism(workshop: Workshop) -> None:
-    with pytest.raises(ConfigurationError, match="tp_degree: expected 1 for backend='native'"):
-        AutoDecoder.from_pretrained(workshop.checkpoint(), backend="native", tp_degree=2)
 
 
 def test_parts_of_gathered_keys_must_be_even(workshop: Workshop) -> None:

@@ -187,20 +187,6 @@ def test_a_gguf_file_is_quantised_again_on_request(tmp_path: Path) -> None:
     assert torch.equal(found.data, quantize(stored.dequantize(), WeightFormat.Q4_0).data)
 
 
-def test_unsupported_quantisation_is_rejected_by_name(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigurationError, match=r"quantization: expected one of int8, int8_per_tensor, fp8_e4m3, .*q4_1.*, got 'int3'"
-    ):
-        load(folder, quantization="int3")
-    with pytest.raises(ConfigurationError, match="expected a GGUF file"):
-        load(folder, quantization="gguf")
-    with pytest.raises(ConfigurationError, match=r"backend='neuron' multiplies with no blocks .*; use 'int8', or"):
-        load(folder, backend="neuron", quantization="q8_0")
-    tiny.network().save_pretrained(tmp_path)  # its MLP has 48 columns
-    with pytest.raises(ConfigurationError, match=r"down_proj.weight: quantization: .*, got 48; use .*'int8'$"):
-        load(tmp_path, quantization="q4_0")
-
-
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=pytest.mark.full if name in families.NEAR else ()) for name in families.FAMILIES],
