@@ -33,24 +33,37 @@ def places(rows: int = 6) -> Tensor:
     ).unsqueeze(1)
 
 
-@pytest.mark.parametrize("stream", [noise.TARGET, noise.DRAFT])
-@pytest.mark.parametrize("size", SIZES)
-def test_native_sampling_equals_the_reference(native: Native, size: int, stream: int) -> None:
-    sampling = sampling_tensors(PARAMS)
-    for seed, spread in ((0, 3.0), (1, 0.1), (2, 30.0)):
-        x = logits(size, seed=seed, spread=spread)
-        chosen = native.sample_tokens(x, places(), sampling, stream=stream)
-        assert chosen.dtype == torch.int32
-        assert torch.equal(chosen, probs.sample_tokens(x, places(), sampling, stream=stream))
+FAINT = 1e-36  # a weight that may as well be zero: exp(-87) of the largest
+
+
+def assert_same(found: Tensor, wanted: Tensor) -> None:
+    """Weights of 4096 terms summed in another order differ by a few units in the last place, zeros not at all."""
+    assert found.dtype == torch.float32 and found.shape == wanted.shape
+    assert not found[wanted == 0].any()
+    assert (found[wanted > FAINT] > 0).all()
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
+    assert (found.double().sum(-1) - 1).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_native_ties_equal_the_reference(native: Native, size: int) -> None:
-    """Logits of a few values: every cut goes through a group of equals."""
+def test_native_choices_and_probabilities_equal_the_reference(native: Native, size: int) -> None:
+    """Also of masked tokens, and of a few values, where every cut goes through a group of equals: not the probabilities
+    of thousands of weights of two sizes, where top-p's border is a matter of the order of a sum.
+    """
     sampling = sampling_tensors(PARAMS)
+    cases = [(logits(size, seed=seed, spread=spread), True) for seed, spread in enumerate((3.0, 0.1, 30.0, 1.0))]
+    cases[-1][0][..., ::3] = -1e30
     for levels in (1, 2, 3):
-        x = torch.randint(levels, (len(PARAMS), 6, size), generator=torch.Generator().manual_seed(levels)).float()
-        assert torch.equal(native.sample_tokens(x, places(), sampling), probs.sample_tokens(x, places(), sampling))
+        drawn = torch.Generator().manual_seed(levels)
+        x = torch.randint(levels, (len(PARAMS), 6, size), generator=drawn).float()
+        cases.append((x, size < 4096 or levels == 1))
+    for x, comparable in cases:
+        for stream in (noise.TARGET, noise.DRAFT):
+            chosen = native.sample_tokens(x, places(), sampling, stream=stream)
+            assert chosen.dtype == torch.int32
+            assert torch.equal(chosen, probs.sample_tokens(x, places(), sampling, stream=stream))
+        if comparable:
+            assert_same(native.probabilities(x, sampling), probs.probabilities(x, sampling))
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.1, 3.0, 30.0])
@@ -134,46 +147,6 @@ def test_native_noise_equals_plain_arithmetic_bit_for_bit() -> None:
                 assert torch.equal(out, noise.gumbel(seeds, place, size, stream=stream)[0, 0])
 
 
-# ---- probabilities: the same cut, the rest up to rounding
-
-FAINT = 1e-36  # a weight that may as well be zero: exp(-87) of the largest
-
-
-def assert_same(found: Tensor, wanted: Tensor) -> None:
-    """Weights of 4096 terms summed in another order differ by a few units in the last place, zeros not at all."""
-    assert found.dtype == torch.float32 and found.shape == wanted.shape
-    assert not found[wanted == 0].any()
-    assert (found[wanted > FAINT] > 0).all()
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
-    assert (found.double().sum(-1) - 1).abs().max() < 1e-5
-
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("spread", [0.1, 3.0, 30.0])
-def test_native_probabilities_equal_the_reference(native: Native, size: int, spread: float) -> None:
-    x, sampling = logits(size, spread=spread), sampling_tensors(PARAMS)
-    assert_same(native.probabilities(x, sampling), probs.probabilities(x, sampling))
-
-
-@pytest.mark.parametrize(("size", "levels"), [*((n, levels) for n in SIZES[:-1] for levels in (1, 2, 3)), (4096, 1)])
-def test_native_probability_ties_equal_the_reference(native: Native, size: int, levels: int) -> None:
-    """Logits of a few values: every cut goes through a group of equals.
-
-    Not with thousands of weights of two sizes: there top-p's border is a matter of the order of a sum.
-    """
-    drawn = torch.Generator().manual_seed(levels)
-    x, sampling = torch.randint(levels, (len(PARAMS), 6, size), generator=drawn).float(), sampling_tensors(PARAMS)
-    assert_same(native.probabilities(x, sampling), probs.probabilities(x, sampling))
-
-
 def test_greedy_is_one_hot_at_the_lowest_of_equals(native: Native) -> None:
     x = torch.tensor([[[-0.0, 0.0, -1.0], [1.0, 2.0, 2.0], [-1.0, -2.0, 3.0]]])
     assert native.probabilities(x, sampling_tensors([Sampling()])).tolist() == [[[1, 0, 0], [0, 1, 0], [0, 0, 1]]]
-
-
-def test_masked_tokens_have_probability_zero(native: Native) -> None:
-    x, sampling = logits(100), sampling_tensors(PARAMS)
-    x[..., ::3] = -1e30
-    found = native.probabilities(x, sampling)
-    assert not found[..., ::3].any()
-    assert_same(found, probs.probabilities(x, sampling))
