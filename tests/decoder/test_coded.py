@@ -389,7 +389,21 @@ def test_biases_of_zeros_are_dropped(tmp_path: Path) -> None:
         load_weights(made, config, torch.float32)
 
 
+WEIGHTS = QUANTIZATION_CONFIG["config_groups"]["group_0"]["weights"]
 OTHERS: dict[str, dict[str, Any]] = {
+    "format = 'marlin-24'": QUANTIZATION_CONFIG | {"format": "marlin-24"},
+    "kv_cache_scheme.*": QUANTIZATION_CONFIG | {"kv_cache_scheme": {"num_bits": 8}},
+    "config_groups that are missing": QUANTIZATION_CONFIG | {"config_groups": {}},
+    **{
+        words: QUANTIZATION_CONFIG | {"config_groups": {"a": group}}
+        for words, group in {
+            "a group without weights": {},
+            ".*num_bits = 4.*": {"weights": {**WEIGHTS, "num_bits": 4}},
+            ".*symmetric = False.*": {"weights": {**WEIGHTS, "symmetric": False}},
+            ".*strategy = 'group'.*": {"weights": {**WEIGHTS, "strategy": "group"}},
+            ".*input_activations.*": {"weights": WEIGHTS, "input_activations": {"num_bits": 8}},
+        }.items()
+    },
     "quant_method = 'hqq'": {"quant_method": "hqq"},
     "weights with num_bits = 2": groups(2, 32),
     "weights with strategy = 'block'": groups(4, 32, strategy="block"),

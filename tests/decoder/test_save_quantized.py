@@ -21,7 +21,6 @@ from paceline.core.errors import (
     CheckpointError,
     ConfigurationError,
     PacelineError,
-    UnknownArchitectureError,
     WeightValueError,
 )
 from paceline.decoder import steps
@@ -134,26 +133,6 @@ def test_damaged_quantised_checkpoints_are_rejected(original: Path, quantized: P
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=f"{name}: the data type I8 is not supported"):
         load(folder)
-
-
-WEIGHTS = QUANTIZATION_CONFIG["config_groups"]["group_0"]["weights"]
-OTHERS: dict[str, dict[str, Any]] = {
-    "format = 'marlin-24'": {"format": "marlin-24"},
-    "kv_cache_scheme": {"kv_cache_scheme": {"num_bits": 8}},
-    "config_groups that are missing": {"config_groups": {}},
-    "a group without weights": {"config_groups": {"a": {}}},
-    "num_bits = 4": {"config_groups": {"a": {"weights": {**WEIGHTS, "num_bits": 4}}}},
-    "symmetric = False": {"config_groups": {"a": {"weights": {**WEIGHTS, "symmetric": False}}}},
-    "strategy = 'group'": {"config_groups": {"a": {"weights": {**WEIGHTS, "strategy": "group"}}}},
-    "input_activations": {"config_groups": {"a": {"weights": WEIGHTS, "input_activations": {"num_bits": 8}}}},
-}
-
-
-@pytest.mark.parametrize("words", OTHERS)
-def test_other_quantisation_methods_are_rejected_by_name(quantized: Path, tmp_path: Path, words: str) -> None:
-    folder, _ = altered(quantized, tmp_path / "other", quantization_config={**QUANTIZATION_CONFIG, **OTHERS[words]})
-    with pytest.raises(UnknownArchitectureError, match=words):
-        ModelConfig.from_pretrained(folder)
 
 
 def test_impossible_saves_are_rejected(
