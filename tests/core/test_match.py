@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from paceline.core import tree
 from paceline.core.acceptance.base import committed
-from paceline.core.types import PAD, Accepted, Proposal
+from paceline.core.types import PAD, Proposal
 from tests.core.deciding import matched
 
 
@@ -24,12 +24,6 @@ def walk(drafts: list[int], parents: tuple[int, ...], choices: list[int]) -> tup
             return rows, wanted
         node = children[0]
         rows.append(node + 1)
-
-
-def kept(verdict: Accepted, slot: int) -> list[int]:
-    path, count = verdict.path[slot].tolist(), int(verdict.count[slot])
-    assert path[count:] == [PAD] * (len(path) - count)
-    return path[:count]
 
 
 @st.composite
@@ -61,7 +55,8 @@ def test_a_chain_or_tree_without_equal_siblings_is_walked_from_the_root(
     out = committed(proposal, verdict)
     for slot, line in enumerate(drafts):
         rows, token = walk(line, parents, choices[slot])
-        assert (kept(verdict, slot), int(verdict.token[slot])) == (rows, token)
+        assert verdict.path[slot].tolist() == rows + [PAD] * (verdict.path.shape[1] - len(rows))
+        assert (int(verdict.count[slot]), int(verdict.token[slot])) == (len(rows), token)
         whole = [*(line[row - 1] for row in rows), token]
         assert out[slot].tolist() == whole + [PAD] * (out.shape[1] - len(whole))
 

@@ -223,19 +223,13 @@ def test_seeds_are_distinguished_in_all_64_bits() -> None:
 
 def test_no_seed_is_a_shifted_copy_of_another() -> None:
     """The first words of 20,000 seeds at 64 positions: none comes twice, as a shifted copy would."""
-    words = [along_windows(first) for first in range(0, 20_000, 2_000)]
-    found = np.concatenate(words)
-    assert len(np.unique(found)) == len(found)
-
-
-def along_windows(first: int) -> np.ndarray:
-    """64 bits of every row: the words of two ids."""
-    seeds = limbs(torch.arange(first, first + 2_000, dtype=torch.int32))
-    places = torch.arange(0, 64 * 31, 31, dtype=torch.int32).expand(2_000, -1)
-    ids = torch.tensor([0, 1], dtype=torch.int32)
-    high, low = noise.words(noise.row_keys(seeds, places, noise.TARGET), ids)
-    word = high.to(torch.int64) * 65536 + low
-    return (word[..., 0] << 31 ^ word[..., 1]).flatten().numpy()
+    places, ids = torch.arange(0, 64 * 31, 31, dtype=torch.int32).expand(2_000, -1), torch.tensor([0, 1]).int()
+    found = []
+    for first in range(0, 20_000, 2_000):  # 64 bits of every row: the words of two ids
+        high, low = noise.words(noise.row_keys(limbs(NUMBERS[first : first + 2_000]), places, noise.TARGET), ids)
+        word = high.to(torch.int64) * 65536 + low
+        found.append((word[..., 0] << 31 ^ word[..., 1]).flatten().numpy())
+    assert len(np.unique(np.concatenate(found))) == 64 * 20_000
 
 
 def test_calls_with_consecutive_seeds_share_no_rows() -> None:

@@ -33,12 +33,6 @@ PROMPT = [START, 40, 41, 257, 12, 99, 100, 7]
 TYPES = [Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, *SCALES]
 
 
-def theirs(path: Path) -> LlamaForCausalLM:
-    made: LlamaForCausalLM = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-    made.generation_config.pad_token_id = 0
-    return made.eval()
-
-
 def check_logits(decoder: SamplingDecoder, model: LlamaForCausalLM, *, atol: float = 1e-4) -> None:
     """Logits after every token of the prompt, and what follows greedily."""
     with torch.no_grad():
@@ -54,7 +48,8 @@ def check_logits(decoder: SamplingDecoder, model: LlamaForCausalLM, *, atol: flo
 @pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.name)
 def test_every_tensor_type_equals_transformers(tmp_path: Path, kind: Kind) -> None:
     path = write(tmp_path / "model.gguf", network(tied=kind is Kind.Q8_0), kind)
-    judge = theirs(path)
+    judge = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+    judge.generation_config.pad_token_id = 0
     config = ModelConfig.from_pretrained(path)
     expected = judge.state_dict()
     found = checkpoint.load_weights(path, config, torch.float32)
