@@ -126,6 +126,7 @@ OPERATIONS: dict[str, Callable[[], Operation]] = {
 COUNTED = [name for name in OPERATIONS if name.startswith(("product", "experts", "biased experts", "MLP"))]
 """Those that take a count of real rows."""
 every_operation = pytest.mark.parametrize("name", OPERATIONS)
+every_native_operation = pytest.mark.parametrize("name", [name for name in OPERATIONS if not name.startswith("plain")])
 
 
 @every_operation
@@ -141,7 +142,7 @@ def test_a_rows_bits_do_not_depend_on_the_number_of_rows(native: Native, name: s
         assert torch.equal(lines.view_as(alone), alone)
 
 
-@every_operation
+@every_native_operation
 def test_junk_in_other_rows_changes_no_bit(native: Native, name: str) -> None:
     operation = OPERATIONS[name]()
     x, *others = (one[:, :9].contiguous() for one in operation.inputs)
@@ -155,7 +156,7 @@ def test_junk_in_other_rows_changes_no_bit(native: Native, name: str) -> None:
             assert not operation.ids or bool(((made >= 0) & (made < operation.ids)).all())
 
 
-@every_operation
+@every_native_operation
 def test_any_number_of_threads_gives_the_same_bits(native: Native, restored_threads: None, name: str) -> None:
     operation, seen = OPERATIONS[name](), []
     before = [x.clone() for x in operation.inputs]
