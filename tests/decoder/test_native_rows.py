@@ -1,4 +1,4 @@
-"""Native operations on rows: the numbers of plain PyTorch, and for a row the same bits whatever rows are beside it."""
+"""Native operations on rows: the numbers of plain PyTorch, and for a row the same bits whatever rows are next to it."""
 
 from __future__ import annotations
 
