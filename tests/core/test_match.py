@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from paceline.core import tree
 from paceline.core.acceptance.base import committed
-from paceline.core.types import PAD, Accepted, Proposal
+from paceline.core.types import PAD, Proposal
 from tests.core.deciding import matched
 
 
@@ -26,66 +26,42 @@ def walk(drafts: list[int], parents: tuple[int, ...], choices: list[int]) -> tup
         rows.append(node + 1)
 
 
-def kept(verdict: Accepted, slot: int) -> list[int]:
-    path, count = verdict.path[slot].tolist(), int(verdict.count[slot])
-    assert path[count:] == [PAD] * (len(path) - count)
-    return path[:count]
-
-
-tokens = st.integers(-1, 3)
-
-
 @st.composite
-def chains(draw: st.DrawFn) -> tuple[list[list[int]], list[list[int]]]:
-    slots, size = draw(st.integers(1, 3)), draw(st.integers(0, 5))
-    drafts = [draw(st.lists(tokens, min_size=size, max_size=size)) for _ in range(slots)]
-    choices = [draw(st.lists(st.integers(0, 3), min_size=size + 1, max_size=size + 1)) for _ in range(slots)]
-    return drafts, choices
-
-
-@given(chains())
-def test_a_chain_is_accepted_up_to_the_first_mismatch(case: tuple[list[list[int]], list[list[int]]]) -> None:
-    drafts, choices = case
-    size = len(drafts[0])
-    proposal = Proposal(ints(*drafts).view(len(drafts), size))
-    verdict = matched(proposal, ints(*choices))
-    out = committed(proposal, verdict)
-    for slot, line in enumerate(drafts):
-        rows, token = walk(line, tree.chain(size), choices[slot])
-        assert (kept(verdict, slot), int(verdict.token[slot])) == (rows, token)
-        assert out[slot].tolist() == [line[row - 1] for row in rows] + [token] + [PAD] * (size - len(rows))
-
-
-@st.composite
-def token_trees(draw: st.DrawFn) -> tuple[tuple[int, ...], list[list[int]], list[list[int]]]:
-    size, slots = draw(st.integers(1, 9)), draw(st.integers(1, 3))
-    parents = tuple(draw(st.integers(-1, node - 1)) for node in range(size))
+def token_trees(draw: st.DrawFn) -> tuple[tuple[int, ...] | None, list[list[int]], list[list[int]]]:
+    """Parents, or None for a chain, which may be empty; drafts, and the target's choices."""
+    slots, chain = draw(st.integers(1, 3)), draw(st.booleans())
+    size = draw(st.integers(0, 5) if chain else st.integers(1, 9))
+    parents = None if chain else tuple(draw(st.integers(-1, node - 1)) for node in range(size))
     drafts = [draw(st.lists(st.integers(-1, 2), min_size=size, max_size=size)) for _ in range(slots)]
     choices = [draw(st.lists(st.integers(0, 2), min_size=size + 1, max_size=size + 1)) for _ in range(slots)]
     return parents, drafts, choices
 
 
 @given(token_trees())
-def test_a_tree_without_equal_siblings_is_walked_from_the_root(
-    case: tuple[tuple[int, ...], list[list[int]], list[list[int]]],
+def test_a_chain_or_tree_without_equal_siblings_is_walked_from_the_root(
+    case: tuple[tuple[int, ...] | None, list[list[int]], list[list[int]]],
 ) -> None:
-    parents, drafts, choices = case
+    given, drafts, choices = case
+    size = len(drafts[0])
+    parents = tree.chain(size) if given is None else given
     for line in drafts:  # twins have a test of their own
         met: set[tuple[int, int]] = set()
         for node, token in enumerate(line):
             if (parents[node], token) in met:
                 line[node] = PAD
             met.add((parents[node], token))
-    proposal = Proposal(ints(*drafts), parents)
+    proposal = Proposal(ints(*drafts).view(len(drafts), size), given)
     verdict = matched(proposal, ints(*choices))
     out = committed(proposal, verdict)
     for slot, line in enumerate(drafts):
         rows, token = walk(line, parents, choices[slot])
-        assert (kept(verdict, slot), int(verdict.token[slot])) == (rows, token)
-        assert out[slot].tolist()[: len(rows) + 1] == [line[row - 1] for row in rows] + [token]
+        assert verdict.path[slot].tolist() == rows + [PAD] * (verdict.path.shape[1] - len(rows))
+        assert (int(verdict.count[slot]), int(verdict.token[slot])) == (len(rows), token)
+        whole = [*(line[row - 1] for row in rows), token]
+        assert out[slot].tolist() == whole + [PAD] * (out.shape[1] - len(whole))
 
 
-@given(token_trees())
+@given(token_trees().filter(lambda case: case[0] is not None))
 def test_equal_siblings_commit_the_targets_tokens_along_one_path(
     case: tuple[tuple[int, ...], list[list[int]], list[list[int]]],
 ) -> None:
@@ -124,16 +100,3 @@ def test_padding_is_never_accepted_and_id_zero_is() -> None:
     assert verdict.token.tolist() == [0, 0]
     assert matched(Proposal(ints([PAD])), ints([PAD, 5])).count.tolist() == [0]
     assert matched(Proposal(ints([PAD, 3]), (-1, 0)), ints([PAD, 3, 4])).count.tolist() == [0]
-
-
-def test_accepted_ids_that_are_zero_are_counted() -> None:
-    verdict = matched(Proposal(ints([0, 2, 3])), ints([0, 2, 3, 9]))
-    assert verdict.count.tolist() == [3]
-    assert verdict.token.tolist() == [9]
-
-
-def test_an_empty_proposal_commits_the_targets_token() -> None:
-    proposal = Proposal(torch.empty(2, 0, dtype=torch.int32))
-    verdict = matched(proposal, ints([4], [0]))
-    assert verdict.count.tolist() == [0, 0]
-    assert committed(proposal, verdict).tolist() == [[4], [0]]

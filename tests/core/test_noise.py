@@ -122,6 +122,7 @@ def test_the_float32_check_detects_larger_integers() -> None:
 
 
 DRAWS = 1 << 21
+NUMBERS = torch.arange(DRAWS, dtype=torch.int32)
 
 
 def limbs(numbers: torch.Tensor) -> torch.Tensor:
@@ -130,23 +131,14 @@ def limbs(numbers: torch.Tensor) -> torch.Tensor:
     return torch.stack((numbers & LIMB, numbers >> 16, zero, zero), -1)
 
 
-def along_ids() -> torch.Tensor:
-    return draws(keys(3), positions([5]), torch.arange(DRAWS, dtype=torch.int32))
-
-
-def along_positions() -> torch.Tensor:
-    return draws(keys(3), torch.arange(DRAWS, dtype=torch.int32).unsqueeze(0), torch.tensor([7], dtype=torch.int32))
-
-
-def along_seeds() -> torch.Tensor:
-    numbers = torch.arange(DRAWS, dtype=torch.int32)
-    return draws(limbs(numbers), torch.full((DRAWS, 1), 9, dtype=torch.int32), torch.tensor([7], dtype=torch.int32))
-
-
-def along_rows() -> torch.Tensor:
-    """Rows of one call, each at a few positions and ids."""
-    seeds = keys(*[row_seed(11, row) for row in range(1 << 13)])
-    return draws(seeds, positions(*[list(range(16))] * len(seeds)), torch.arange(16, dtype=torch.int32))
+AXES: dict[str, Callable[[], torch.Tensor]] = {
+    "ids": lambda: draws(keys(3), positions([5]), NUMBERS),
+    "positions": lambda: draws(keys(3), NUMBERS.unsqueeze(0), torch.tensor([7], dtype=torch.int32)),
+    "seeds": lambda: draws(limbs(NUMBERS), positions([9]).expand(DRAWS, 1), torch.tensor([7], dtype=torch.int32)),
+    "rows": lambda: draws(
+        keys(*(row_seed(11, row) for row in range(1 << 13))), NUMBERS[:16].expand(1 << 13, 16), NUMBERS[:16]
+    ),
+}
 
 
 def draws(seeds: torch.Tensor, places: torch.Tensor, ids: torch.Tensor, *, stream: int = noise.TARGET) -> torch.Tensor:
@@ -155,10 +147,10 @@ def draws(seeds: torch.Tensor, places: torch.Tensor, ids: torch.Tensor, *, strea
     return high.flatten().to(torch.int64) * 65536 + low.flatten()
 
 
-@pytest.mark.parametrize("axis", [along_ids, along_positions, along_seeds, along_rows])
-def test_words_are_random_along_every_axis(axis: Callable[[], torch.Tensor]) -> None:
+@pytest.mark.parametrize("axis", AXES)
+def test_words_are_random_along_every_axis(axis: str) -> None:
     """Chi-square of every byte, of neighbours' leading bits at several distances, and of Gumbel's distribution."""
-    words = axis().numpy()
+    words = AXES[axis]().numpy()
     assert len(words) == DRAWS
     pvalues = [chi_square(words >> shift & 0xFF) for shift in (0, 8, 16, 24)]
     for lag in (1, 2, 3, 16, 255, 256, 4096):
@@ -173,31 +165,24 @@ def test_words_are_random_along_every_axis(axis: Callable[[], torch.Tensor]) -> 
     assert stats.kstest(values.numpy(), "gumbel_r").pvalue > 1e-3
 
 
-OTHERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "next seed": lambda ids: draws(keys(4), positions([5]), ids),
-    "next position": lambda ids: draws(keys(3), positions([6]), ids),
-    "next row": lambda ids: draws(keys(row_seed(3, 1)), positions([5]), ids),
-    "draft's stream": lambda ids: draws(keys(3), positions([5]), ids, stream=noise.DRAFT),
-    "ratio test's stream": lambda ids: draws(keys(3), positions([5]), ids, stream=noise.ACCEPT),
-    "next id": lambda ids: draws(keys(3), positions([5]), ids + 1),
+OTHERS: dict[str, Callable[[], torch.Tensor]] = {
+    "next seed": lambda: draws(keys(4), positions([5]), NUMBERS),
+    "next position": lambda: draws(keys(3), positions([6]), NUMBERS),
+    "next row": lambda: draws(keys(row_seed(3, 1)), positions([5]), NUMBERS),
+    "draft's stream": lambda: draws(keys(3), positions([5]), NUMBERS, stream=noise.DRAFT),
+    "ratio test's stream": lambda: draws(keys(3), positions([5]), NUMBERS, stream=noise.ACCEPT),
+    "next id": lambda: draws(keys(3), positions([5]), NUMBERS + 1),
 }
-
-
-def pair_pvalues(name: str) -> list[float]:
-    """One stream of 2^21 words compared with another: pairs of bits at four places, the difference, and the
-    correlation.
-    """
-    ids = torch.arange(DRAWS, dtype=torch.int32)
-    one, other = along_ids().numpy(), OTHERS[name](ids).numpy()
-    pvalues = [chi_square((one >> shift & 0xF) << 4 | (other >> shift & 0xF)) for shift in (0, 12, 16, 28)]
-    pvalues.append(chi_square((one - other) >> 24 & 0xFF))
-    correlation = float(np.corrcoef(one.astype(np.float64), other.astype(np.float64))[0, 1])
-    return [*pvalues, float(2 * stats.norm.sf(abs(correlation) * math.sqrt(DRAWS)))]
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_two_streams_are_independent(name: str) -> None:
-    pvalues = pair_pvalues(name)
+    """Of 2^21 words each: pairs of bits at four places, the difference, and the correlation."""
+    one, other = AXES["ids"]().numpy(), OTHERS[name]().numpy()
+    pvalues = [chi_square((one >> shift & 0xF) << 4 | (other >> shift & 0xF)) for shift in (0, 12, 16, 28)]
+    pvalues.append(chi_square((one - other) >> 24 & 0xFF))
+    correlation = float(np.corrcoef(one.astype(np.float64), other.astype(np.float64))[0, 1])
+    pvalues.append(float(2 * stats.norm.sf(abs(correlation) * math.sqrt(DRAWS))))
     assert min(pvalues) > 1e-3 / len(pvalues), pvalues
 
 
@@ -224,7 +209,7 @@ def test_rows_streams_and_positions_are_independent_of_each_other() -> None:
 
 
 def test_uniforms_fill_the_unit_interval_excluding_1() -> None:
-    draws = noise.uniform(keys(3), torch.arange(DRAWS, dtype=torch.int32).unsqueeze(0), noise.ACCEPT)[0].double()
+    draws = noise.uniform(keys(3), NUMBERS.unsqueeze(0), noise.ACCEPT)[0].double()
     assert 0 <= float(draws.min()) < 1e-5
     assert 1 - 1e-5 < float(draws.max()) < 1
     assert torch.equal(draws * SCALE, (draws * SCALE).round())
@@ -238,19 +223,13 @@ def test_seeds_are_distinguished_in_all_64_bits() -> None:
 
 def test_no_seed_is_a_shifted_copy_of_another() -> None:
     """The first words of 20,000 seeds at 64 positions: none comes twice, as a shifted copy would."""
-    words = [along_windows(first) for first in range(0, 20_000, 2_000)]
-    found = np.concatenate(words)
-    assert len(np.unique(found)) == len(found)
-
-
-def along_windows(first: int) -> np.ndarray:
-    """64 bits of every row: the words of two ids."""
-    seeds = limbs(torch.arange(first, first + 2_000, dtype=torch.int32))
-    places = torch.arange(0, 64 * 31, 31, dtype=torch.int32).expand(2_000, -1)
-    ids = torch.tensor([0, 1], dtype=torch.int32)
-    high, low = noise.words(noise.row_keys(seeds, places, noise.TARGET), ids)
-    word = high.to(torch.int64) * 65536 + low
-    return (word[..., 0] << 31 ^ word[..., 1]).flatten().numpy()
+    places, ids = torch.arange(0, 64 * 31, 31, dtype=torch.int32).expand(2_000, -1), torch.tensor([0, 1]).int()
+    found = []
+    for first in range(0, 20_000, 2_000):  # 64 bits of every row: the words of two ids
+        high, low = noise.words(noise.row_keys(limbs(NUMBERS[first : first + 2_000]), places, noise.TARGET), ids)
+        word = high.to(torch.int64) * 65536 + low
+        found.append((word[..., 0] << 31 ^ word[..., 1]).flatten().numpy())
+    assert len(np.unique(np.concatenate(found))) == 64 * 20_000
 
 
 def test_calls_with_consecutive_seeds_share_no_rows() -> None:

@@ -152,13 +152,6 @@ def test_a_recovered_token_is_in_the_vocabulary(size: int) -> None:
     assert bool(((empty.token >= 0) & (empty.token < size)).all())
 
 
-def test_ids_missing_in_the_draft_come_from_the_residual() -> None:
-    q = torch.tensor([0.5, 0.5, 0.0, 0.0])  # a draft of two ids, padded to the target's four
-    sampling = trials()
-    drafts = drawn(q, sampling)
-    assert misfit(first(Proposal(drafts), one(P, drafts, q, sampling=sampling)), P.double().numpy()) > 1e-3
-
-
 def test_padding_is_rejected_and_keeps_the_targets_distribution() -> None:
     sampling = trials()
     for q in (None, Q):
@@ -176,27 +169,6 @@ def test_greedy_accepts_the_argmax_only_and_emits_it_at_a_mismatch() -> None:
             verdict = one(sharp, drafts, q, sampling=trials(64, temperature=0.0))
             assert verdict.count.tolist() == [count] * 64
             assert verdict.token.tolist() == [1] * 64
-
-
-def test_the_joint_distribution_of_a_chain_is_the_targets() -> None:
-    """Three drafts of different distributions, ragged by padding, against a product of distributions."""
-    generator = torch.Generator().manual_seed(3)
-    p = torch.softmax(torch.randn(4, 5, generator=generator), -1)
-    q = torch.softmax(torch.randn(3, 5, generator=generator), -1)
-    sampling = trials()
-    where = places(TRIALS, 4)
-    drafts = probs.sample_tokens(q.log().expand(TRIALS, 3, 5), where[:, :3], sampling, stream=noise.DRAFT)
-    drafts[::3, 2] = PAD
-    drafts[::7, 0] = PAD
-    proposal = Proposal(drafts, None, q.expand(TRIALS, 3, 5))
-    verdict = decide(Reject(), proposal, probs=p.expand(TRIALS, 4, 5), positions=where, sampling=sampling)
-    out = committed(proposal, verdict).numpy()
-    for size in (1, 2):
-        enough = verdict.count.numpy() >= size  # what follows an accepted token is the target's own distribution
-        law_here = p[size].double().numpy()
-        assert misfit(out[enough][:, size : size + 1], law_here) > 1e-3
-    assert misfit(out[:, :1], p[0].double().numpy()) > 1e-3
-    assert bool((out[::7, 1] == PAD).all())
 
 
 def test_sibling_drafts_are_tested_in_order() -> None:

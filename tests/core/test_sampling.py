@@ -13,7 +13,6 @@ from paceline.core.sampling import (
     Sampling,
     kind_of,
     kind_of_params,
-    param_row,
     row_seed,
     sampling_tensors,
     seed_row,
@@ -89,10 +88,6 @@ def test_banned_tokens_stay_banned_at_the_highest_temperature() -> None:
     logits[..., 17:19] = torch.tensor([3.0, -3.0])
     found = probs.probabilities(logits, sampling_tensors([Sampling(temperature=1e20)]))
     assert found[0, 0, 17:19].tolist() == [0.5, 0.5] and found.sum() == 1
-
-
-def test_the_default_is_greedy_without_filters() -> None:
-    assert param_row(Sampling()) == [0.0, 0.0, 1.0, 0.0]
 
 
 def test_seeds_map_to_distinct_16_bit_halves() -> None:

@@ -9,12 +9,6 @@ from paceline.core import tree
 from paceline.core.errors import ConfigurationError
 
 
-@st.composite
-def trees(draw: st.DrawFn) -> tuple[int, ...]:
-    size = draw(st.integers(0, 12))
-    return tuple(draw(st.integers(-1, node - 1)) for node in range(size))
-
-
 def way_up(parents: tuple[int, ...], node: int) -> list[int]:
     found = []
     while node != tree.ROOT:
@@ -23,7 +17,7 @@ def way_up(parents: tuple[int, ...], node: int) -> list[int]:
     return found
 
 
-@given(trees())
+@given(st.integers(0, 12).flatmap(lambda n: st.tuples(*(st.integers(-1, node - 1) for node in range(n)))))
 def test_depths_and_ancestors_follow_the_parents(parents: tuple[int, ...]) -> None:
     tree.check(parents)
     ways = [way_up(parents, node) for node in range(len(parents))]

@@ -12,7 +12,6 @@ import pytest
 from torch import Tensor
 
 from paceline import SpeculativeGenerator
-from paceline.auto import SamplingDecoder
 from paceline.core.sampling import Sampling
 from paceline.decoder.backends.base import Step
 from paceline.decoder.decoder import CompiledDecoder
@@ -28,34 +27,18 @@ LENGTHS = (60, 4, 6, 14, 5, 12)
 """Tokens of each text. The first one stays alone for a while, and the last one then joins it."""
 SETTINGS = {"greedy": Sampling(), "sampled": Sampling(temperature=1.1, top_k=40)}
 
-Make = Callable[[SamplingDecoder, SamplingDecoder, Path], SpeculativeGenerator]
-
-
-def _given(draft: object, **options: object) -> Make:
-    """``draft``, or the draft model where it is None."""
-    return lambda small, target, _folder: SpeculativeGenerator(small if draft is None else draft, target, **options)  # type: ignore[arg-type]
-
-
-def _plain(k: int) -> Make:
-    return lambda _small, target, _folder: SpeculativeGenerator(None, target, k=k)
-
-
-def _headed(name: str) -> Make:
-    return lambda _small, target, folder: HEADED[name](target, folder)
-
-
-MODES: dict[str, Make] = {
-    "plain": _plain(0),
-    "several plain steps": _plain(3),
-    "n-grams": _given("ngram:prompt_lookup_max=3", k=3),
-    "model, fused": _given(None, k=3),
-    "model, two graphs": _given(None, k=3, fused=False),
-    "model, of several lengths": _given(None, k=(0, 1, 3)),
-    "the first of several": lambda small, target, _folder: SpeculativeGenerator(["suffix", small], target, k=2),
-    "a choice": lambda small, target, _folder: SpeculativeGenerator(
+MODES: dict[str, Callable[..., SpeculativeGenerator]] = {
+    "plain": lambda _small, target, _: SpeculativeGenerator(None, target, k=0),
+    "several plain steps": lambda _small, target, _: SpeculativeGenerator(None, target, k=3),
+    "n-grams": lambda _small, target, _: SpeculativeGenerator("ngram:prompt_lookup_max=3", target, k=3),
+    "model, fused": lambda small, target, _: SpeculativeGenerator(small, target, k=3),
+    "model, two graphs": lambda small, target, _: SpeculativeGenerator(small, target, k=3, fused=False),
+    "model, of several lengths": lambda small, target, _: SpeculativeGenerator(small, target, k=(0, 1, 3)),
+    "the first of several": lambda small, target, _: SpeculativeGenerator(["suffix", small], target, k=2),
+    "a choice": lambda small, target, _: SpeculativeGenerator(
         DraftSpec("choice", options=(("choose_by", "length"),), parts=parse_draft(["suffix", small])), target, k=2
     ),
-    **{name: _headed(name) for name in HEADED},
+    **{name: lambda _small, target, folder, make=make: make(target, folder) for name, make in HEADED.items()},  # type: ignore[misc]
 }
 """Every kind of graph that a round has."""
 

@@ -22,18 +22,10 @@ def model(*, tied: bool = False, bias: bool = False) -> LlamaForCausalLM:
     torch.manual_seed(0)
     network = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=40,
-            hidden_size=24,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            tie_word_embeddings=tied,
-            attention_bias=bias,
-            mlp_bias=bias,
+            vocab_size=40, hidden_size=24, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=8, tie_word_embeddings=tied, attention_bias=bias, mlp_bias=bias,
         )
-    )
+    )  # fmt: skip
     for parameter in network.parameters():  # norms and biases are constants at first and would hide a mix-up
         torch.nn.init.normal_(parameter)
     return network

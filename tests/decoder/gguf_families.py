@@ -34,30 +34,28 @@ class Case:
     keys: Mapping[str, object] = field(default_factory=dict)
 
 
-_KINDS = [True, False, False]
 _HEAD = 12  # the width of a head in `FAMILIES`, where it is none of hidden_size / num_attention_heads
+_YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 24}
+_SLIDES = {"attention.sliding_window": 11, "attention.sliding_window_pattern": [False, True, True]}
+_FACTORS = {"attention.scale": 0.2, "embedding_scale": 3.0, "residual_scale": 0.7, "logit_scale": 4.0}
+_COHERE = {"logit_scale": 0.0625, "rope.scaling.type": "none"}
 
-_YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
+
+def experts(count: int, size: int | None = None, **more: object) -> dict[str, object]:
+    """Keys of a mixture of which two experts are used."""
+    sizes = {"feed_forward_length": size} if size else {}
+    return {f"expert_{key}": value for key, value in {"count": count, "used_count": 2, **sizes, **more}.items()}
+
 
 CASES: dict[str, Case] = {
-    "mixtral": Case("llama", "mixtral", keys={"expert_count": 4, "expert_used_count": 2}),
+    "mixtral": Case("llama", "mixtral", keys=experts(4)),
     "qwen2": Case("qwen2", "qwen2"),
-    "qwen2moe": Case(
-        "qwen2moe", "qwen2 moe",
-        keys={
-            "expert_count": 5, "expert_used_count": 2, "expert_feed_forward_length": 24,
-            "expert_shared_feed_forward_length": 20,
-        },
-    ),
+    "qwen2moe": Case("qwen2moe", "qwen2 moe", keys=experts(5, 24, shared_feed_forward_length=20)),
     "qwen3": Case("qwen3", "qwen3"),
-    "qwen3moe": Case(
-        "qwen3moe", "qwen3 moe", keys={"expert_count": 6, "expert_used_count": 2, "expert_feed_forward_length": 24}
-    ),
+    "qwen3moe": Case("qwen3moe", "qwen3 moe", keys=experts(6, 24)),
     "phi2": Case("phi2", "phi", keys={"rope.dimension_count": 4}),
     "phi3": Case("phi3", "phi3", keys={"attention.sliding_window": 11, "rope.scaling.original_context_length": 96}),
-    "phi3 partial": Case(
-        "phi3", "phi3 partial", keys={"attention.sliding_window": 0, "rope.dimension_count": 4},
-    ),
+    "phi3 partial": Case("phi3", "phi3 partial", keys={"attention.sliding_window": 0, "rope.dimension_count": 4}),
     "gemma": Case("gemma", "gemma"),
     "gemma2": Case(
         "gemma2", "gemma2", {"query_pre_attn_scalar": _HEAD},
@@ -65,86 +63,43 @@ CASES: dict[str, Case] = {
     ),
     "gemma3": Case(
         "gemma3", "gemma3", {"query_pre_attn_scalar": _HEAD},
-        {
-            "attention.sliding_window": 11, "attention.sliding_window_pattern": [False, True, True],
-            "final_logit_softcapping": 3.0, "rope.freq_base_swa": 10000.0,
-        },
+        {**_SLIDES, "final_logit_softcapping": 3.0, "rope.freq_base_swa": 10000.0},
     ),
     "smollm3": Case(
         "smollm3", "smollm3", {"no_rope_layer_interval": 4, "num_hidden_layers": 4, "use_sliding_window": False}
     ),
-    "granite": Case(
-        "granite", "granite",
-        keys={"attention.scale": 0.2, "embedding_scale": 3.0, "residual_scale": 0.7, "logit_scale": 4.0},
-    ),
+    "granite": Case("granite", "granite", keys=_FACTORS),
     "seed_oss": Case("seed_oss", "seed oss"),
     "ernie4_5": Case("ernie4_5", "ernie"),
     "arcee": Case("arcee", "arcee"),
     "olmo2": Case("olmo2", "olmo2"),
-    "olmo3": Case(
-        "olmo2", "olmo3",
-        keys={
-            "attention.sliding_window": 11, "attention.sliding_window_pattern": [False, True, True],
-            **_YARN, "rope.scaling.original_context_length": 24,
-        },
-    ),
-    "gpt-oss": Case(
-        "gpt-oss", "gpt oss", {"intermediate_size": 32},
-        {
-            "expert_count": 5, "expert_used_count": 2, "expert_feed_forward_length": 32,
-            "attention.sliding_window": 11, "attention.sliding_window_pattern": [False, True, True],
-            **_YARN, "rope.scaling.original_context_length": 24,
-        },
-    ),
+    "olmo3": Case("olmo2", "olmo3", keys={**_SLIDES, **_YARN}),
+    "gpt-oss": Case("gpt-oss", "gpt oss", {"intermediate_size": 32}, {**experts(5, 32), **_SLIDES, **_YARN}),
     "glm4moe": Case(
         "glm4moe", "glm4 moe",
         keys={
-            "expert_count": 6, "expert_used_count": 2, "expert_feed_forward_length": 16, "expert_shared_count": 2,
-            "leading_dense_block_count": 1, "expert_weights_scale": 1.5, "expert_weights_norm": True,
-            "expert_gating_func": 2, "rope.dimension_count": 6,
+            **experts(6, 16, shared_count=2, weights_scale=1.5, weights_norm=True, gating_func=2),
+            "leading_dense_block_count": 1, "rope.dimension_count": 6,
         },
     ),
-    "granitemoe": Case(
-        "granitemoe", "granite moe",
-        keys={
-            "expert_count": 5, "expert_used_count": 2, "attention.scale": 0.2, "embedding_scale": 3.0,
-            "residual_scale": 0.7, "logit_scale": 4.0,
-        },
-    ),
-    "phimoe": Case(
-        "phimoe", "phi moe", {"router_jitter_noise": 0.01},
-        {"expert_count": 5, "expert_used_count": 2, "attention.sliding_window": 11},
-    ),
+    "granitemoe": Case("granitemoe", "granite moe", keys={**experts(5), **_FACTORS}),
+    "phimoe": Case("phimoe", "phi moe", {"router_jitter_noise": 0.01}, {**experts(5), "attention.sliding_window": 11}),
     "ernie4_5-moe": Case(
         "ernie4_5-moe", "ernie moe", {"moe_layer_end_index": -1},
-        {
-            "expert_count": 5, "expert_used_count": 2, "expert_feed_forward_length": 16, "expert_shared_count": 1,
-            "leading_dense_block_count": 1, "interleave_moe_layer_step": 1,
-        },
+        {**experts(5, 16, shared_count=1), "leading_dense_block_count": 1, "interleave_moe_layer_step": 1},
     ),
     "nemotron": Case("nemotron", "nemotron", keys={"rope.dimension_count": 4, "rope.scaling.type": "none"}),
     "hunyuan-dense": Case("hunyuan-dense", "hunyuan", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
-    "olmoe": Case("olmoe", "olmoe", keys={"expert_count": 5, "expert_used_count": 2}),
-    "exaone4": Case(
-        "exaone4", "exaone4",
-        keys={"attention.sliding_window": 11, "attention.sliding_window_pattern": [True, False, True]},
-    ),
+    "olmoe": Case("olmoe", "olmoe", keys=experts(5)),
+    "exaone4": Case("exaone4", "exaone4", keys={**_SLIDES, "attention.sliding_window_pattern": [True, False, True]}),
     "chatglm": Case("chatglm", "glm", keys={"rope.dimension_count": 6}),
     "glm4": Case("glm4", "glm4", keys={"rope.dimension_count": 6}),
-    "command-r": Case("command-r", "cohere", keys={"logit_scale": 0.0625, "rope.scaling.type": "none"}),
-    "cohere2": Case(
-        "cohere2", "cohere2",
-        keys={
-            "attention.sliding_window": 11, "attention.sliding_window_pattern": [False, True, True],
-            "logit_scale": 0.0625, "rope.scaling.type": "none",
-        },
-    ),
+    "command-r": Case("command-r", "cohere", keys=_COHERE),
+    "cohere2": Case("cohere2", "cohere2", keys={**_SLIDES, **_COHERE}),
     "starcoder": Case("starcoder", "bigcode"),
     "gpt2": Case("gpt2", "gpt2"),
     "gptneox": Case("gptneox", "neox", keys={"rope.dimension_count": 2, "use_parallel_residual": True}),
-    "gptneox serial": Case(
-        "gptneox", "neox serial", keys={"rope.dimension_count": 2, "use_parallel_residual": False}
-    ),
+    "gptneox serial": Case("gptneox", "neox serial", keys={"rope.dimension_count": 2, "use_parallel_residual": False}),
     "bloom": Case("bloom", "bloom"),
     "starcoder2": Case("starcoder2", "starcoder2", {"sliding_window": None}),
     "stablelm": Case("stablelm", "stablelm", keys={"rope.dimension_count": 2}),

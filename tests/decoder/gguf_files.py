@@ -93,32 +93,22 @@ def keys_of(made: LlamaForCausalLM) -> dict[str, object]:
     """The keys of the architecture that the converter writes."""
     config = made.config
     return {
-        "llama.context_length": config.max_position_embeddings,
-        "llama.embedding_length": config.hidden_size,
-        "llama.block_count": config.num_hidden_layers,
-        "llama.feed_forward_length": config.intermediate_size,
+        "llama.context_length": config.max_position_embeddings, "llama.embedding_length": config.hidden_size,
+        "llama.block_count": config.num_hidden_layers, "llama.feed_forward_length": config.intermediate_size,
         "llama.attention.head_count": config.num_attention_heads,
         "llama.attention.head_count_kv": config.num_key_value_heads,
         "llama.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        "llama.rope.freq_base": config.rope_parameters["rope_theta"],
-        "llama.rope.dimension_count": config.head_dim,
-        "llama.vocab_size": config.vocab_size,
-        "general.name": "tiny",
-        "general.file_type": 0,
-    }
+        "llama.rope.freq_base": config.rope_parameters["rope_theta"], "llama.rope.dimension_count": config.head_dim,
+        "llama.vocab_size": config.vocab_size, "general.name": "tiny", "general.file_type": 0,
+    }  # fmt: skip
 
 
 TOKENIZER: dict[str, object] = {
-    "tokenizer.ggml.model": "gpt2",
-    "tokenizer.ggml.pre": "smollm",
-    "tokenizer.ggml.tokens": TOKENS,
-    "tokenizer.ggml.token_type": [1] * (VOCABULARY - 3) + [3, 3, 5],
-    "tokenizer.ggml.merges": MERGES,
-    "tokenizer.ggml.bos_token_id": START,
-    "tokenizer.ggml.eos_token_id": END,
-    "tokenizer.ggml.add_bos_token": False,
+    "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm", "tokenizer.ggml.tokens": TOKENS,
+    "tokenizer.ggml.token_type": [1] * (VOCABULARY - 3) + [3, 3, 5], "tokenizer.ggml.merges": MERGES,
+    "tokenizer.ggml.bos_token_id": START, "tokenizer.ggml.eos_token_id": END, "tokenizer.ggml.add_bos_token": False,
     "tokenizer.chat_template": TEMPLATE,
-}
+}  # fmt: skip
 
 
 def finish(writer: gguf.GGUFWriter) -> None:

@@ -19,12 +19,19 @@ from tests.eagle import heads
 TREE = [[0], [1], [0, 0], [0, 1], [1, 0]]
 
 
-def medusa(target: SamplingDecoder, folder: Path, *, tree: Sequence[list[int]] = TREE) -> SpeculativeGenerator:
-    """Two tied heads and a tree."""
+def medusa(
+    target: SamplingDecoder,
+    folder: Path,
+    *,
+    tree: Sequence[list[int]] = TREE,
+    tied: bool = True,
+    fused: bool | None = None,
+) -> SpeculativeGenerator:
+    """Two heads and a tree."""
     torch.manual_seed(0)
-    shape = MedusaConfig(2, 1, target.config.hidden_size, VOCABULARY, tied=True)
+    shape = MedusaConfig(2, 1, target.config.hidden_size, VOCABULARY, tied=tied)
     checkpoint.save(folder, shape, {name: torch.randn(size) * 0.2 for name, size in shape.shapes().items()})
-    return SpeculativeGenerator(MedusaDrafter.from_pretrained(folder, target, draft_tree=tree), target)
+    return SpeculativeGenerator(MedusaDrafter.from_pretrained(folder, target, draft_tree=tree), target, fused=fused)
 
 
 def eagle(

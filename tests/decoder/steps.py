@@ -137,14 +137,9 @@ def some_known(body: ModelWithCache, reach: int, *, kind: SamplingKind = "full")
     return draft(body, reach, drawn=False, vocabulary=between, kept=Kept(confidence=0.3), kind=kind)
 
 
-def pard(body: ModelWithCache, reach: int, *, kind: SamplingKind = "full") -> nn.Module:
-    """A model that drafts in one pass."""
-    return PardStep(ModelHead(body, SAME, body.options), NODES, reach, mask=7, kept=Kept(), kind=kind)
-
-
-def pard_tree(body: ModelWithCache, reach: int, *, kind: SamplingKind = "full") -> nn.Module:
-    """The same with the best tokens of each position."""
-    kept = Kept(parents=(-1, -1, 0))
+def pard(body: ModelWithCache, reach: int, *, parents: tuple[int, ...] = (), kind: SamplingKind = "full") -> nn.Module:
+    """A model that drafts in one pass; ``parents``: a tree of the best tokens of each position."""
+    kept = Kept(parents=parents)
     return PardStep(ModelHead(body, SAME, body.options), NODES, reach, mask=7, kept=kept, kind=kind)
 
 
@@ -208,7 +203,7 @@ STEPS: dict[str, Callable[[ModelWithCache, int], nn.Module]] = {
     "draft, drawn": partial(draft, drawn=True),
     "draft, some known": some_known,
     "draft, PARD": pard,
-    "draft, PARD, static tree": pard_tree,
+    "draft, PARD, static tree": partial(pard, parents=(-1, -1, 0)),
     "fused": fused,
     "plain": partial(AutoregressiveStep, steps=3, width=3),
     "fused medusa": medusa,

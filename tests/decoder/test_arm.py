@@ -6,7 +6,8 @@ import ctypes
 import shutil
 import struct
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,13 +16,10 @@ from torch import Tensor
 
 from paceline.decoder import environment
 from paceline.decoder.native import build, compiler
-from paceline.decoder.weights.formats import WeightFormat
-from paceline.decoder.weights.quantize import quantize
-from tests.decoder.other_kernels import call
+from tests.decoder.other_kernels import Argument, Call, attentions, called, numbers, products, quantised_products
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 DRIVER = Path(__file__).with_name("arm_driver.cpp")
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 pytestmark = [
     pytest.mark.arm,
@@ -31,13 +29,12 @@ pytestmark = [
     ),
 ]
 
-Argument = Tensor | int | float | None
 Emulated = Callable[..., list[Tensor]]
 
 
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> Emulated:
-    """A call of a kernel in the emulator -> its tensors afterwards."""
+    """A call of a kernel in the emulator -> the bytes of its tensors afterwards."""
     folder = tmp_path_factory.mktemp("arm")
     kernels, program = folder / "kernels.so", folder / "driver"
     compiler.compile_libraries({kernels: compiler.KERNELS}, COMPILER, cores=environment.cores(), report=lambda *_: None)
@@ -57,63 +54,40 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Emulated:
         command = [EMULATOR, "-L", "/usr/aarch64-linux-gnu", program, kernels]
         made = subprocess.run(command, input=given, capture_output=True, check=True).stdout
         found = torch.frombuffer(bytearray(made), dtype=torch.uint8).split([one.nbytes for one in tensors])
-        return [part.clone().view(one.dtype).view(one.shape) for part, one in zip(found, tensors, strict=True)]
+        return [part.view(one.view(torch.uint8).shape) for part, one in zip(found, tensors, strict=True)]
 
     return call
 
 
-def here(name: str, *arguments: Argument) -> list[Tensor]:
-    own = [one.clone() if isinstance(one, Tensor) else one for one in arguments]
-    call(build.library(), name, *own)
-    return [one for one in own if isinstance(one, Tensor)]
+def noise() -> Iterator[Call]:
+    yield "paceline_gumbel", (torch.tensor([1, 2, 3, 4], dtype=torch.int32), 5, 0, torch.zeros(4096), 4096)
 
 
-def agree(emulated: Emulated, name: str, *arguments: Argument) -> None:
-    for there, own in zip(emulated(name, *arguments), here(name, *arguments), strict=True):
-        assert torch.equal(there.view(torch.uint8), own.view(torch.uint8))
-
-
-@pytest.mark.parametrize("rows", [1, 5, 9, 17, 40])
-@pytest.mark.parametrize("shape", [(7, 5), (33, 19), (384, 37)])
-def test_products(emulated: Emulated, shape: tuple[int, int], rows: int) -> None:
-    K, N = shape
-    torch.manual_seed(0)
-    for code, dtype in enumerate(DTYPES):
-        weight = torch.randn(N, K).to(dtype)
-        agree(emulated, "paceline_linear", torch.randn(rows, K), weight, None, torch.zeros(rows, N), rows, K, N, code)
-
-
-@pytest.mark.parametrize("form", WeightFormat, ids=lambda form: form.value)
-@pytest.mark.parametrize("shape", [(32, 5), (1056, 19)])
-def test_products_with_quantised_matrices(emulated: Emulated, shape: tuple[int, int], form: WeightFormat) -> None:
-    K, N = shape
-    torch.manual_seed(0)
-    stored = quantize(torch.randn(N, K), form)
-    for rows in (1, 5, 9, 17):
-        x, sizes = torch.randn(rows, K), (rows, K, N, form.code)
-        agree(emulated, "paceline_linear", x, stored.data, stored.scales, torch.zeros(rows, N), *sizes)
-
-
-@pytest.mark.parametrize("code", range(3))
-@pytest.mark.parametrize("width", [12, 64])
-@pytest.mark.parametrize("tree", [False, True])
-def test_attention(emulated: Emulated, tree: bool, width: int, code: int) -> None:
-    heads, groups, rows = 6, 2, 40
-    torch.manual_seed(0)
-    cache = [torch.randn(1, groups, rows, width).to(DTYPES[code]) for _ in range(2)]
-    for window, row in ((1, 17), (5, 23), (9, 8)):
-        q, k, v = (torch.randn(1, window, n, width) for n in (heads, groups, groups))
-        place = [torch.tensor([n], dtype=torch.int32) for n in (row, window, 0)]
-        parents = torch.tensor([[-1, *(i // 2 for i in range(window - 1))]], dtype=torch.int32) if tree else None
-        sizes, out = torch.tensor([1, window, heads, groups, width, rows, 0]), torch.zeros(1, window, heads * width)
-        agree(emulated, "paceline_attend", q, k, v, *cache, out, *place, parents, sizes, code, 0, 0.0, None)
-
-
-def test_noise_and_choice(emulated: Emulated) -> None:
-    torch.manual_seed(0)
-    seed = torch.tensor([1, 2, 3, 4], dtype=torch.int32)
-    agree(emulated, "paceline_gumbel", seed, 5, 0, torch.zeros(4096), 4096)
-    logits, positions = torch.randn(3, 5, 1000), torch.arange(15, dtype=torch.int32).view(3, 5)
+def choices() -> Iterator[Call]:
+    positions = torch.arange(15, dtype=torch.int32).view(3, 5)
     params = torch.tensor([[0.0, 0, 1, 0], [0.7, 50, 0.9, 0.05], [1.0, 0, 1, 0]])
     keys, out = torch.arange(12, dtype=torch.int32).view(3, 4), torch.zeros(3, 5, dtype=torch.int32)
-    agree(emulated, "paceline_choose", logits, positions, params, keys, out, 3, 5, 1000, 0)
+    yield "paceline_choose", (numbers(3, 5, 1000), positions, params, keys, out, 3, 5, 1000, 0)
+
+
+CALLS: dict[str, Callable[[], Iterator[Call]]] = {
+    **{f"products {shape}": partial(products, shape, (1, 5, 9, 17, 40)) for shape in ((7, 5), (33, 19), (384, 37))},
+    **{
+        f"quantised products {shape}": partial(quantised_products, shape, (1, 5, 9, 17))
+        for shape in ((32, 5), (1056, 19))
+    },
+    **{
+        f"attention {width}, {tree}": partial(attentions, width, tree=tree)
+        for width in (12, 64)
+        for tree in (False, True)
+    },
+    "noise": noise,
+    "choice": choices,
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_kernels_for_arm_give_the_bits_of_this_machine(emulated: Emulated, name: str) -> None:
+    for kernel, arguments in CALLS[name]():
+        for there, own in zip(emulated(kernel, *arguments), called(build.library(), kernel, *arguments), strict=True):
+            assert torch.equal(there, own)

@@ -68,18 +68,12 @@ def never(folder: Path) -> None:
 
 
 def test_a_built_artefact_is_found_and_not_built_again(tmp_path: Path) -> None:
-    assert cache.find(tmp_path, FACTS) is None
-    folder = cache.ensure(tmp_path, FACTS, made)
-    assert (folder / "thing").read_text() == "whole"
-    assert cache.find(tmp_path, FACTS) == cache.ensure(tmp_path, dict(reversed(FACTS.items())), never) == folder
-
-
-def test_the_manifest_holds_all_the_facts(tmp_path: Path) -> None:
     facts = {**FACTS, **cache.machine_facts(), "source": cache.source_hash()}
+    assert cache.find(tmp_path, facts) is None and facts["torch"] == torch.__version__
     folder = cache.ensure(tmp_path, facts, made)
+    assert (folder / "thing").read_text() == "whole" and folder.name == cache.key(facts)
     assert json.loads((folder / cache.MANIFEST).read_text()) == facts
-    assert facts["torch"] == torch.__version__
-    assert folder.name == cache.key(facts)
+    assert cache.find(tmp_path, facts) == cache.ensure(tmp_path, dict(reversed(facts.items())), never) == folder
 
 
 def test_sources_of_every_folder_with_a_network_are_part_of_the_key() -> None:
@@ -155,19 +149,12 @@ def test_two_processes_build_once(tmp_path: Path) -> None:
 
 
 def test_a_copy_is_an_artefact(tmp_path: Path) -> None:
+    """Also one over what is there, and onto itself, as `load(folder)` and then `save(folder)` make it."""
     folder = cache.ensure(tmp_path / "here", FACTS, made)
-    cache.copy(folder, tmp_path / "far" / "there")
-    cache.copy(folder, tmp_path / "far" / "there")  # again, over what is there
-    found = cache.find(tmp_path / "far" / "there", FACTS)
-    assert found is not None
-    assert (found / "thing").read_text() == "whole"
-
-
-def test_a_copy_onto_itself_changes_nothing(tmp_path: Path) -> None:
-    """Copies are as if made by `load(folder)` and then `save(folder)`."""
-    folder = cache.ensure(tmp_path, FACTS, made)
-    cache.copy(folder, tmp_path)
-    assert cache.find(tmp_path, FACTS) == folder and (folder / "thing").read_text() == "whole"
+    for there in (tmp_path / "far" / "there", tmp_path / "far" / "there", tmp_path / "here"):
+        cache.copy(folder, there)
+        found = cache.find(there, FACTS)
+        assert found is not None and (found / "thing").read_text() == "whole"
 
 
 def test_a_broken_copy_leaves_nothing_that_looks_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

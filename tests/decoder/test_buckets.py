@@ -8,16 +8,18 @@ from itertools import cycle
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import LlamaForCausalLM
 
 from paceline import SpeculativeGenerator
 from paceline.auto import SamplingDecoder
+from paceline.core.errors import ContextError
 from paceline.decoder.backends.base import Step
 from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.kernels.protocol import CachePosition, Tree
 from paceline.decoder.kernels.torch_kernels import TorchKernels
 from paceline.draft.model import ModelDrafter
 from paceline.draft.vocab_map import VocabMap
-from tests.decoder.tiny import Workshop, load
+from tests.decoder.tiny import VOCABULARY, Workshop, load
 from tests.equality.settings import SETTINGS, plain, run, texts
 
 
@@ -58,6 +60,23 @@ def test_no_window_crosses_the_border_of_a_bucket(workshop: Workshop, monkeypatc
         assert texts(result) == single
         assert result.statistics.num_accepted_tokens > 0
     assert guard.kv_buckets == {16, 32, 64}
+
+
+def test_texts_that_start_at_every_border_are_right(workshop: Workshop) -> None:
+    """Rows of unequal length, more than slots, each to its last position or over a border; with a draft and without."""
+    judge = LlamaForCausalLM.from_pretrained(workshop.checkpoint(), dtype=torch.float32)
+    target = load(workshop.checkpoint(), n_positions=[16, 32, 64], context_length_estimate=[8, 16], batch_size=4)
+    text = torch.randint(VOCABULARY, (64,), generator=torch.Generator().manual_seed(2)).tolist()
+    prompts = [text[: edge + by] for edge in (8, 16, 24, 32, 48, 64) for by in (-1, 0, 1) if edge + by < 64]
+    plain = run(target, {}, prompts=prompts, new=6)
+    assert texts(run(SpeculativeGenerator("ngram", target, k=4), {}, prompts=prompts, new=6)) == texts(plain)
+    for prompt, made in zip(prompts, texts(plain), strict=True):
+        assert len(made) == min(len(prompt) + 6, 64)
+        with torch.no_grad():
+            exact = judge(torch.tensor([made[:-1]])).logits[0, len(prompt) - 1 :]
+        assert made[len(prompt) :] == exact.argmax(-1).tolist()
+    with pytest.raises(ContextError):
+        target.sample([text], max_new_tokens=1)
 
 
 @pytest.mark.parametrize(("k", "exact", "fused"), [(3, True, None), ((0, 1, 3), True, False), ((0, 1, 3), False, None)])

@@ -365,8 +365,7 @@ def test_files_with_some_matrices_in_floats_load(tmp_path: Path, model: str, kin
     assert all(torch.equal(one, expected[name]) for name, one in floats(loaded).items())
     found = {name for name, one in loaded.items() if isinstance(one, QuantizedTensor)}
     assert found == {name for name in loaded if re.search(kept, name)}
-    wishes: dict[str, Any] = {"max_new_tokens": 12}
-    assert torch.equal(load(made).sample(PROMPTS, **wishes), load(meant).sample(PROMPTS, **wishes))
+    assert torch.equal(load(made).sample(PROMPTS, max_new_tokens=12), load(meant).sample(PROMPTS, max_new_tokens=12))
 
 
 def test_a_rank_with_partial_blocks_gets_floats(tmp_path: Path) -> None:
@@ -390,7 +389,21 @@ def test_biases_of_zeros_are_dropped(tmp_path: Path) -> None:
         load_weights(made, config, torch.float32)
 
 
+WEIGHTS = QUANTIZATION_CONFIG["config_groups"]["group_0"]["weights"]
 OTHERS: dict[str, dict[str, Any]] = {
+    "format = 'marlin-24'": QUANTIZATION_CONFIG | {"format": "marlin-24"},
+    "kv_cache_scheme.*": QUANTIZATION_CONFIG | {"kv_cache_scheme": {"num_bits": 8}},
+    "config_groups that are missing": QUANTIZATION_CONFIG | {"config_groups": {}},
+    **{
+        words: QUANTIZATION_CONFIG | {"config_groups": {"a": group}}
+        for words, group in {
+            "a group without weights": {},
+            ".*num_bits = 4.*": {"weights": {**WEIGHTS, "num_bits": 4}},
+            ".*symmetric = False.*": {"weights": {**WEIGHTS, "symmetric": False}},
+            ".*strategy = 'group'.*": {"weights": {**WEIGHTS, "strategy": "group"}},
+            ".*input_activations.*": {"weights": WEIGHTS, "input_activations": {"num_bits": 8}},
+        }.items()
+    },
     "quant_method = 'hqq'": {"quant_method": "hqq"},
     "weights with num_bits = 2": groups(2, 32),
     "weights with strategy = 'block'": groups(4, 32, strategy="block"),

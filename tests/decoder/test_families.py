@@ -1,4 +1,4 @@
-"""Every family against transformers and against itself: logits, greedy text, and the same tokens with a draft model."""
+"""Every family against transformers: logits and greedy text."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from paceline import SpeculativeGenerator
+import paceline
 from paceline.auto import SamplingDecoder
-from paceline.core.errors import UnknownArchitectureError
+from paceline.core.errors import CheckpointError, UnknownArchitectureError
 from paceline.decoder.json_fields import Fields
 from paceline.decoder.kernels.protocol import CachePosition, Tree
 from paceline.decoder.models.config import ModelConfig
@@ -81,22 +81,12 @@ def test_family_logits_equal_those_of_transformers(folders: dict[str, tuple[Path
 
 
 @every_choice
-def test_plain_and_speculative_greedy_texts_equal_transformers(
-    folders: dict[str, tuple[Path, Path]], name: str
-) -> None:
-    target_folder, draft_folder = folders[name]
-    model = AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float32, attn_implementation="eager").eval()
-    prompt = TEXT[:1, :9]
+def test_greedy_texts_equal_transformers(folders: dict[str, tuple[Path, Path]], name: str) -> None:
+    """With a draft, and sampled: the equality matrix has families of every kind of attention and experts."""
+    folder, prompt = folders[name][0], TEXT[:1, :9]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     greedy = model.generate(prompt, max_length=40, do_sample=False, pad_token_id=0)
-    target, draft = loaded(target_folder, batch_size=2), loaded(draft_folder, batch_size=2)
-    plain = target.sample(prompt, 40)
-    assert torch.equal(plain, greedy)
-    prompts = [TEXT[0, :9].tolist(), TEXT[1, :21].tolist()]  # rows of unequal length
-    own = {"do_sample": True, "temperature": 0.9, "seed": 3}
-    sampled = target.sample(prompts, 40, **own)
-    generator = SpeculativeGenerator(draft, target, k=3)
-    assert torch.equal(generator.sample(prompt, 40), greedy)
-    assert torch.equal(generator.sample(prompts, 40, **own), sampled)
+    assert torch.equal(loaded(folder, batch_size=2).sample(prompt, 40), greedy)
 
 
 @pytest.mark.parametrize(
@@ -145,3 +135,19 @@ def test_a_damaged_layer_pattern_allocates_no_memory(folders: dict[str, tuple[Pa
     known = json.loads((folders["gpt neo"][0] / "config.json").read_text())
     damaged = {**known, "attention_types": [[["global", "local"], 1 << 40]]}
     assert ModelConfig.from_fields(Fields(damaged, "config.json")).blueprint.windows == (0, WINDOW, 0)
+
+
+def test_every_transformers_neuronx_class_has_a_family() -> None:
+    names = [name for name in paceline.__all__ if name.endswith("ForSampling")]
+    families = [family for name in names for family in getattr(paceline, name).families]
+    assert len(set(families)) == len(families) and set(families) <= set(MODEL_FAMILIES)
+
+
+@pytest.mark.parametrize(("name", "family"), [("Qwen3ForSampling", "qwen3"), ("GPT2ForSampling", "gpt2")])
+def test_a_class_loads_only_its_family(folders: dict[str, tuple[Path, Path]], name: str, family: str) -> None:
+    folder, options = folders[family][0], {"backend": "eager", "amp": "f32", "context_length_estimate": [16]}
+    decoder = getattr(paceline, name).from_pretrained(folder, **options)
+    assert torch.equal(decoder.sample([[5, 9]], max_new_tokens=5), loaded(folder).sample([[5, 9]], max_new_tokens=5))
+    says = f"model_type: expected llama for LlamaForSampling, got '{family}'; use AutoDecoder"
+    with pytest.raises(CheckpointError, match=says):
+        paceline.LlamaForSampling.from_pretrained(folder, **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from paceline.decoder.weights.formats import WeightFormat
 from paceline.decoder.weights.quantize import QuantizedTensor
 from tests.decoder.families import network
 
+Change = Callable[[Tensor], Tensor | None]
 SIZES: dict[str, object] = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
 
 
@@ -64,36 +66,26 @@ def test_mxfp4_has_the_numbers_of_transformers(folders: tuple[Path, Path]) -> No
             assert not isinstance(one, QuantizedTensor) or one.format is WeightFormat.Q8_0
 
 
-def _without(tensors: dict[str, Tensor], name: str) -> None:
-    del tensors[name]
-
-
-def _not_a_number(tensors: dict[str, Tensor], name: str) -> None:
-    tensors[name][1, 2, 0] = 255
-
-
-def _fewer_rows(tensors: dict[str, Tensor], name: str) -> None:
-    tensors[name] = tensors[name][:, :-2].contiguous()
-
-
-def _fewer_experts(tensors: dict[str, Tensor], name: str) -> None:
-    tensors[name] = tensors[name][:-1].contiguous()
+def not_a_number(scales: Tensor) -> Tensor:
+    scales[1, 2, 0] = 255
+    return scales
 
 
 @pytest.mark.parametrize(
     ("change", "error", "part"),
     [
-        (_without, MissingWeightsError, "gate_proj.weight_scale, got none"),
-        (_not_a_number, WeightValueError, "experts.1.gate_proj.weight: expected a finite scale"),
-        (_fewer_rows, CheckpointError, "expected 64 x 2 exponents"),
-        (_fewer_experts, MissingWeightsError, "experts.4.gate_proj.weight_scale, got none"),
+        (lambda _scales: None, MissingWeightsError, "gate_proj.weight_scale, got none"),
+        (not_a_number, WeightValueError, "experts.1.gate_proj.weight: expected a finite scale"),
+        (lambda scales: scales[:, :-2], CheckpointError, "expected 64 x 2 exponents"),
+        (lambda scales: scales[:-1], MissingWeightsError, "experts.4.gate_proj.weight_scale, got none"),
     ],
 )
 def test_a_damaged_tensor_of_experts_is_named(
-    folders: tuple[Path, Path], tmp_path: Path, change: object, error: type[Exception], part: str
+    folders: tuple[Path, Path], tmp_path: Path, change: Change, error: type[Exception], part: str
 ) -> None:
-    tensors = load_file(folders[1] / "model.safetensors")
-    change(tensors, "model.layers.1.mlp.experts.gate_up_proj_scales")  # type: ignore[operator]
+    tensors, name = load_file(folders[1] / "model.safetensors"), "model.layers.1.mlp.experts.gate_up_proj_scales"
+    made = change(tensors.pop(name))
+    tensors |= {} if made is None else {name: made.contiguous()}
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     (tmp_path / "config.json").write_text((folders[1] / "config.json").read_text())
     with pytest.raises(error, match=part):

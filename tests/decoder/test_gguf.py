@@ -22,7 +22,6 @@ from paceline.decoder import steps
 from paceline.decoder.gguf import checkpoint as gguf_checkpoint
 from paceline.decoder.gguf.header import read_header
 from paceline.decoder.models.config import ModelConfig
-from paceline.decoder.parallel.sharding import Shard, layout
 from paceline.decoder.weights import checkpoint
 from paceline.decoder.weights.hub import checkpoint_path
 from paceline.decoder.weights.open import open_weight_file
@@ -32,12 +31,6 @@ from tests.fakes_models import generated
 
 PROMPT = [START, 40, 41, 257, 12, 99, 100, 7]
 TYPES = [Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, *SCALES]
-
-
-def theirs(path: Path) -> LlamaForCausalLM:
-    made: LlamaForCausalLM = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-    made.generation_config.pad_token_id = 0
-    return made.eval()
 
 
 def check_logits(decoder: SamplingDecoder, model: LlamaForCausalLM, *, atol: float = 1e-4) -> None:
@@ -55,7 +48,8 @@ def check_logits(decoder: SamplingDecoder, model: LlamaForCausalLM, *, atol: flo
 @pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.name)
 def test_every_tensor_type_equals_transformers(tmp_path: Path, kind: Kind) -> None:
     path = write(tmp_path / "model.gguf", network(tied=kind is Kind.Q8_0), kind)
-    judge = theirs(path)
+    judge = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+    judge.generation_config.pad_token_id = 0
     config = ModelConfig.from_pretrained(path)
     expected = judge.state_dict()
     found = checkpoint.load_weights(path, config, torch.float32)
@@ -63,25 +57,6 @@ def test_every_tensor_type_equals_transformers(tmp_path: Path, kind: Kind) -> No
     for name, tensor in found.items():
         assert torch.equal(tensor, expected[name]), name
     check_logits(load(path), judge)
-
-
-@pytest.mark.parametrize("kind", [Kind.F32, Kind.Q4_1], ids=lambda kind: kind.name)
-@pytest.mark.parametrize("degree", [2, 3, 4])
-def test_rank_shards_are_slices_of_the_tensor(tmp_path: Path, kind: Kind, degree: int) -> None:
-    path = write(tmp_path / "model.gguf", network(), kind)
-    config = ModelConfig.from_pretrained(path)
-    whole = checkpoint.load_weights(path, config, torch.float32)
-    for rank in range(degree):
-        shard = Shard(config, layout(config, degree), rank)
-        parts = checkpoint.load_weights(path, config, torch.float32, shard=shard)
-        for name, spec in checkpoint.registry.family("llama").tensors(config).items():
-            cut = shard.slice_of(spec)
-            expected = whole[name]
-            if cut is not None:
-                expected = torch.cat([whole[name].narrow(cut.dim, a, b - a) for a, b in cut.ranges], cut.dim)
-                assert parts[name].shape[cut.dim] == cut.size
-                parts[name] = parts[name].narrow(cut.dim, 0, expected.shape[cut.dim])
-            assert torch.equal(parts[name], expected), name
 
 
 @pytest.mark.parametrize("kind", [Kind.BF16, Kind.Q4_1, Kind.Q4_K], ids=lambda kind: kind.name)
@@ -226,6 +201,14 @@ REFUSED: dict[str, tuple[dict[str, object], type[CheckpointError], str]] = {
     "a part": ({"split.count": 3}, CheckpointError, "3 parts"),
     "a wrong type": ({"llama.block_count": "two"}, CheckpointError, "block_count: expected an integer .*, got 'two'"),
     "eos": ({"tokenizer.ggml.eos_token_id": VOCABULARY}, CheckpointError, "eos_token_id: expected .*size 266, got 266"),
+    "a missing layer": (
+        {"llama.block_count": 3}, MissingWeightsError,
+        r"expected the tensors model.layers.2.* the file's metadata belongs",
+    ),
+    "other sizes": (
+        {"llama.attention.head_count": 2 * HEADS, "llama.rope.dimension_count": 32}, CheckpointError,
+        r"k_proj.weight: expected shape .* from the file's metadata, got \[128, 256\]",
+    ),
 }  # fmt: skip
 
 
@@ -238,74 +221,37 @@ def test_keys_that_change_the_output_are_rejected_by_name(tmp_path: Path, name: 
     assert str(path) in str(caught.value)
 
 
-def test_an_unknown_architecture_is_rejected(tmp_path: Path) -> None:
-    path = write(tmp_path / "model.gguf", network(), architecture="mamba")
+def test_other_architectures_tensors_and_types_are_rejected(tmp_path: Path) -> None:
+    path, ones = tmp_path / "model.gguf", np.ones((256, 256), np.int32)
+    write(path, network(), architecture="mamba")
     with pytest.raises(UnknownArchitectureError, match=r"architecture: expected one of llama, .*, got 'mamba'"):
         ModelConfig.from_pretrained(path)
-
-
-def test_an_unknown_tensor_type_is_rejected(tmp_path: Path) -> None:
-    path = write(tmp_path / "model.gguf", network(), extra={"blk.0.attn_q.weight": np.ones((256, 256), np.int32)})
+    write(path, network(), extra={"blk.0.attn_q.weight": ones})
     with pytest.raises(UnknownArchitectureError, match=r"attn_q.weight: the type I32 cannot be dequantised"):
         ModelConfig.from_pretrained(path)
-
-
-def test_missing_or_unused_tensors_are_rejected(tmp_path: Path) -> None:
-    path = write(tmp_path / "model.gguf", network(), changes={"llama.block_count": 3})
-    with pytest.raises(MissingWeightsError, match=r"expected the tensors model.layers.2.* the file's metadata belongs"):
-        load(path)
-    extra = {"blk.0.attn_q_norm.weight": np.ones(64, np.float32)}
-    with pytest.raises(
-        CheckpointError, match=r"expected only tensors .*, got also model.layers.0.self_attn.q_norm.weight"
-    ):
-        load(write(tmp_path / "model.gguf", network(), extra=extra))
-    path = write(
-        tmp_path / "model.gguf",
-        network(),
-        changes={"llama.attention.head_count": 2 * HEADS, "llama.rope.dimension_count": 32},
-    )
-    with pytest.raises(
-        CheckpointError, match=r"k_proj.weight: expected shape .* from the file's metadata, got \[128, 256\]"
-    ):
+    write(path, network(), extra={"blk.0.attn_q_norm.weight": np.ones(64, np.float32)})
+    with pytest.raises(CheckpointError, match=r"expected only tensors .*, got also model.layers.0.self_attn.q_norm"):
         load(path)
 
 
-def test_a_file_truncated_anywhere_is_rejected(tmp_path: Path) -> None:
-    whole = write(tmp_path / "model.gguf", network(), Kind.Q4_0).read_bytes()
-    header_ends = whole.index(b"output_norm.weight")
-    path = tmp_path / "cut.gguf"
-    for size in (0, 2, 7, 20, 200, 3000, header_ends, header_ends + 30, len(whole) - 100_000, len(whole) - 1):
-        path.write_bytes(whole[:size])
-        with pytest.raises(CheckpointError, match=r"cut.gguf: .*(truncated|empty|expected a GGUF)"):
-            load(path)
-
-
-def test_lengths_in_the_header_are_checked(tmp_path: Path) -> None:
-    """Announcing more than the file has is rejected at once, whatever it is of: counts, texts, lists, dimensions."""
-    whole = write(tmp_path / "model.gguf", network(), Kind.Q4_0).read_bytes()
-    token_types = whole.index(b"tokenizer.ggml.token_type") + len("tokenizer.ggml.token_type") + 4 + 4
-    name = whole.index(b"output_norm.weight")
-    path = tmp_path / "wrong.gguf"
-    for at in (8, 16, 24, token_types, name - 8, name + len("output_norm.weight") + 4):
-        changed = bytearray(whole)
-        changed[at : at + 8] = struct.pack("<Q", 1 << 60)
-        path.write_bytes(changed)
-        with pytest.raises(CheckpointError, match=r"wrong.gguf: the file is (truncated|damaged)"):
-            load(path)
-
-
-def test_other_files_named_gguf_are_rejected(tmp_path: Path) -> None:
-    path = tmp_path / "model.gguf"
+def test_damaged_and_other_files_are_rejected(tmp_path: Path) -> None:
+    """Cut anywhere, with a header that announces more than there is (counts, texts, lists, dimensions), or no GGUF."""
+    whole, path = write(tmp_path / "model.gguf", network(), Kind.Q4_0).read_bytes(), tmp_path / "bad.gguf"
     with pytest.raises(MissingWeightsError, match="does not exist"):
         load(path)
+    name, types = whole.index(b"output_norm.weight"), whole.index(b"tokenizer.ggml.token_type")
+    ends = (0, 2, 7, 20, 200, 3000, name, name + 30, len(whole) - 100_000, len(whole) - 1)
+    lengths = (8, 16, 24, types + len("tokenizer.ggml.token_type") + 8, name - 8, name + len("output_norm.weight") + 4)
     for content, words in (
+        *((whole[:size], "(truncated|empty|expected a GGUF)") for size in ends),
+        *((whole[:at] + struct.pack("<Q", 1 << 60) + whole[at + 8 :], "is (truncated|damaged)") for at in lengths),
         (b"PK\x03\x04 and more", "expected a GGUF file, got one that starts with"),
         (b"version https://git-lfs.github.com/spec/v1", "Git LFS pointer"),
         (b"GGUF" + struct.pack("<I", 1) + bytes(40), "expected GGUF version 2 or 3, got 1"),
         (b"GGUF" + struct.pack(">I", 3) + bytes(40), "big-endian"),
     ):
         path.write_bytes(content)
-        with pytest.raises(CheckpointError, match=words):
+        with pytest.raises(CheckpointError, match=f"bad.gguf: .*{words}"):
             load(path)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
+from paceline.auto import SamplingDecoder
 from paceline.core.acceptance.match import Match
 from paceline.core.protocols import finish
 from paceline.core.sampling import IDLE_ROW, Sampling, sampling_tensors
@@ -18,28 +21,31 @@ from tests.decoder.tiny import Workshop, fresh
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [2, 6, 5], [3, 5, 8, 9, 7, 9, 3, 2, 3], [7, 7], [1, 1, 2]]
 
 
+def rows_written(decoder: SamplingDecoder, call: Callable[..., Any], *given: object, **named: object) -> list[Any]:
+    """What a call returns, and how many rows after the prompt it writes in each slot."""
+    caches = [one for pair in decoder.body.caches for one in pair]
+    for one in caches:
+        one[:, :, len(PROMPTS[0]) :] = 0
+    before = [one.clone() for one in caches]
+    made = call(*given, **named)
+    (rows,) = {tuple((old != new).any(3).any(1).sum(1).tolist()) for old, new in zip(before, caches, strict=True)}
+    return [made, list(rows)]
+
+
 def test_an_idle_slot_is_neither_read_nor_written(workshop: Workshop) -> None:
     target = fresh(workshop.checkpoint(), backend="native", batch_size=4)
     verifier = CompiledVerifier(target, DraftShape.chain(0), rule=Match(), wide=False)
     first = finish(verifier.prefill(2, PROMPTS[0], sampling_tensors([Sampling()]))).token
-    tokens, zeros = torch.zeros(4, 1, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
-    tokens[2, 0], start = first, zeros.clone()
-    start[2] = len(PROMPTS[0])
-    commit, limits = Commit(tokens, torch.ones_like(zeros), start), RoundLimits(zeros.tolist(), len(PROMPTS[0]) + 1)
+    tokens, start = torch.zeros(4, 1, dtype=torch.int32), torch.full((4,), len(PROMPTS[0]), dtype=torch.int32)
+    tokens[2, 0] = first
+    commit, limits = Commit(tokens, torch.ones_like(start), start), RoundLimits([0] * 4, len(PROMPTS[0]) + 1)
     sampling = sampling_tensors([Sampling()] * 4)
     whole = verifier(commit, None, sampling, limits).tokens[2].tolist()  # the graph is made where all are seated
     for idle in ([0, 1, 3], [0], [3, 1]):
         sampling = sampling_tensors([Sampling()] * 4)
         sampling.params[idle] = torch.tensor(IDLE_ROW)
-        for pair in target.body.caches:
-            for one in pair:
-                one[:, :, len(PROMPTS[0]) :] = 0
-                one[[0, 1, 3]] = 0
-        before = [one.clone() for pair in target.body.caches for one in pair]
-        assert verifier(commit, None, sampling, limits).tokens[2].tolist() == whole
-        for old, new in zip(before, (one for pair in target.body.caches for one in pair), strict=True):
-            changed = (old != new).flatten(1).any(1).tolist()
-            assert changed == [slot not in idle for slot in range(4)]
+        made, rows = rows_written(target, verifier, commit, None, sampling, limits)
+        assert made.tokens[2].tolist() == whole and rows == [int(slot not in idle) for slot in range(4)]
 
 
 def test_rows_after_the_end_of_a_draft_are_neither_computed_nor_written(workshop: Workshop) -> None:
@@ -61,16 +67,10 @@ def test_rows_after_the_end_of_a_draft_are_neither_computed_nor_written(workshop
     commit = Commit(torch.nn.functional.pad(token, (0, 3), value=PAD), torch.ones_like(zeros), start)
     drafts = torch.cat(right[1:], 1)
     drafts[3, 1] = PAD
-    for pair in target.body.caches:
-        for one in pair:
-            one[:, :, len(PROMPTS[0]) :] = 0
-    before = [one.clone() for pair in target.body.caches for one in pair]
-    made = verifier(commit, Proposal(drafts), sampling, RoundLimits([3, 0, 2, 3], size))
+    made, rows = rows_written(target, verifier, commit, Proposal(drafts), sampling, RoundLimits([3, 0, 2, 3], size))
     assert made.count.tolist() == [4, 1, 3, 2]
     assert made.tokens[0, :3].tolist() == drafts[0].tolist() and made.tokens[2, :2].tolist() == drafts[2, :2].tolist()
-    for old, new in zip(before, (one for pair in target.body.caches for one in pair), strict=True):
-        rows = (old != new).any(3).any(1).sum(1).tolist()
-        assert rows == [4, 1, 3, 2]
+    assert rows == [4, 1, 3, 2]
 
 
 def test_a_draft_model_drafts_no_further_than_a_limit(workshop: Workshop) -> None:
@@ -83,14 +83,8 @@ def test_a_draft_model_drafts_no_further_than_a_limit(workshop: Workshop) -> Non
     tokens = torch.tensor([[3, PAD, PAD], [3, 5, PAD], [3, 5, 9], [3, 5, 9]], dtype=torch.int32)
     count, start = torch.tensor([1, 2, 3, 3], dtype=torch.int32), torch.full((4,), len(PROMPTS[0])).int()
     (every,) = step(tokens, count, start, sampling.params, sampling.seeds)
-    for pair in decoder.body.caches:
-        for one in pair:
-            one[:, :, len(PROMPTS[0]) :] = 0
-    before = [one.clone() for pair in decoder.body.caches for one in pair]
     limit = torch.tensor([0, 1, 3, 4], dtype=torch.int32)
-    (drafts,) = step(tokens, count, start, sampling.params, sampling.seeds, limit=limit)
+    (drafts,), rows = rows_written(decoder, step, tokens, count, start, sampling.params, sampling.seeds, limit=limit)
     for slot, deep in enumerate(limit.tolist()):
         assert torch.equal(drafts[slot, :deep], every[slot, :deep])
-    for old, new in zip(before, (one for pair in decoder.body.caches for one in pair), strict=True):
-        read_and_drafted = (old != new).any(3).any(1).sum(1).tolist()
-        assert read_and_drafted == [1, 2, 3 + 2, 3 + 3]
+    assert rows == [1, 2, 3 + 2, 3 + 3], "read and drafted"

@@ -48,11 +48,9 @@ _LLAMA_3 = {
 _LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
 _LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 1e4,
-    "short_factor": [1.0, 1.2, 1.5, 2.0],
+    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.2, 1.5, 2.0],
     "long_factor": [1.0, 2.0, 3.0, 4.0],
-}
+}  # fmt: skip
 _EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _ROUTED = {
     "moe_intermediate_size": 32, "n_routed_experts": 5, "num_experts_per_tok": 2, "n_shared_experts": 2,
@@ -71,169 +69,142 @@ _GEMMA4 = {
     **_WIDE, "num_hidden_layers": 6, "global_head_dim": 16, "sliding_window": 11, "hidden_size_per_layer_input": 0,
     "num_kv_shared_layers": 0,
 }  # fmt: skip
-_SIGMOID = (("scoring_func", "sigmoid"),)
+_SIGMOID = {"scoring_func": "sigmoid"}
 _LIFTED = ("gemma", "gemma2", "gemma3_text")  # their norms' weights are added to 1
-_LENGTH = (("seq_length", 128),)  # what the converter takes for the number of positions
+_LENGTH = {"seq_length": 128}  # what the converter takes for the number of positions
 _EXAONE = {**_SIZES, "sliding_window": None, "layer_types": ["full_attention"] * 3}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model: its ``model_type``, configuration, seed, what the converter also wants in config.json, and options."""
+    """A model: its ``model_type``, configuration, what the converter also wants in config.json, options, and seed."""
 
     kind: str
     fields: dict[str, Any]
-    besides: tuple[tuple[str, Any], ...] = ()
-    options: tuple[str, ...] = ()
-    seed: int = 0
+    besides: dict[str, Any]
+    options: tuple[str, ...]
+    seed: int
+
+
+def case(
+    kind: str,
+    *shared: dict[str, Any],
+    besides: dict[str, Any] | None = None,
+    options: tuple[str, ...] = (),
+    seed: int = 0,
+    **own: Any,
+) -> Case:
+    fields = {key: value for some in (*shared, own) for key, value in some.items()}
+    return Case(kind, fields, besides or {}, options, seed)
 
 
 # PhiMoE is not among them: llama.cpp weighs its two experts by their shares of one softmax, and not as the model does.
 CASES: dict[str, Case] = {
-    "llama": Case("llama", _SIZES),
-    "llama tied": Case("llama", {**_SIZES, "tie_word_embeddings": True}),
-    "llama biases": Case("llama", {**_SIZES, "attention_bias": True, "mlp_bias": True}),
-    "llama 3": Case("llama", {**_SIZES, "rope_parameters": _LLAMA_3}),
-    "llama linear": Case("llama", {**_SIZES, "rope_parameters": _LINEAR}),
-    "llama yarn": Case("llama", {**_SIZES, "rope_parameters": _YARN}),
-    "llama in parts": Case("llama", _SIZES, options=("--outtype", "f32", "--split-max-tensors", "9")),
-    "mistral": Case("mistral", {**_SIZES, "sliding_window": None}),
-    "mixtral": Case("mixtral", {**_SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
-    "qwen2": Case("qwen2", _SIZES),
-    "qwen2 fused": Case("qwen2", _SIZES, options=("--outtype", "f32", "--fuse-qkv")),
-    "qwen2moe": Case("qwen2_moe", {**_SIZES, **_EXPERTS, "shared_expert_intermediate_size": 32}),
-    "qwen3": Case("qwen3", _WIDE),
-    "qwen3moe": Case("qwen3_moe", {**_WIDE, **_EXPERTS, "norm_topk_prob": True}),
-    "phi2": Case("phi", {**_PLAIN, "intermediate_size": 128, "partial_rotary_factor": 0.5}),
-    "phi3": Case("phi3", {**_SIZES, "sliding_window": None, "pad_token_id": 0}),
-    "phi3 longrope": Case(
-        "phi3",
-        {
-            **_SIZES, "sliding_window": None, "pad_token_id": 0, "original_max_position_embeddings": 512,
-            "max_position_embeddings": 2048, "rope_parameters": _LONGROPE,
+    "llama": case("llama", _SIZES),
+    "llama tied": case("llama", _SIZES, tie_word_embeddings=True),
+    "llama biases": case("llama", _SIZES, attention_bias=True, mlp_bias=True),
+    "llama 3": case("llama", _SIZES, rope_parameters=_LLAMA_3),
+    "llama linear": case("llama", _SIZES, rope_parameters=_LINEAR),
+    "llama yarn": case("llama", _SIZES, rope_parameters=_YARN),
+    "llama in parts": case("llama", _SIZES, options=("--outtype", "f32", "--split-max-tensors", "9")),
+    "mistral": case("mistral", _SIZES, sliding_window=None),
+    "mixtral": case("mixtral", _SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
+    "qwen2": case("qwen2", _SIZES),
+    "qwen2 fused": case("qwen2", _SIZES, options=("--outtype", "f32", "--fuse-qkv")),
+    "qwen2moe": case("qwen2_moe", _SIZES, _EXPERTS, shared_expert_intermediate_size=32),
+    "qwen3": case("qwen3", _WIDE),
+    "qwen3moe": case("qwen3_moe", _WIDE, _EXPERTS, norm_topk_prob=True),
+    "phi2": case("phi", _PLAIN, intermediate_size=128, partial_rotary_factor=0.5),
+    "phi3": case("phi3", _SIZES, sliding_window=None, pad_token_id=0),
+    "phi3 longrope": case(
+        "phi3", _SIZES, sliding_window=None, pad_token_id=0, original_max_position_embeddings=512,
+        max_position_embeddings=2048, rope_parameters=_LONGROPE,
+    ),
+    "gemma": case("gemma", _WIDE),
+    "gemma2": case("gemma2", _WIDE, sliding_window=11, query_pre_attn_scalar=12),
+    "gemma3": case("gemma3_text", _WIDE, sliding_window=11, query_pre_attn_scalar=12, num_hidden_layers=6),
+    "smollm3": case("smollm3", _SIZES, num_hidden_layers=4, pad_token_id=0),
+    "granite": case("granite", _SIZES, _MULTIPLIERS),
+    "seed_oss": case("seed_oss", _WIDE, attention_bias=True),
+    "ernie4_5": case("ernie4_5", _WIDE),
+    "arcee": case("arcee", _SIZES),
+    "olmo2": case("olmo2", _SIZES),
+    "olmo3": case("olmo3", _SIZES, sliding_window=11, num_hidden_layers=4),
+    "gpt-oss": case(
+        "gpt_oss", _SIZES, num_local_experts=5, num_experts_per_tok=2, sliding_window=11,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    ),
+    "glm4moe": case("glm4_moe", _WIDE, _ROUTED, use_qk_norm=True),
+    "granitemoe": case("granitemoe", _SIZES, _MULTIPLIERS, num_local_experts=5, num_experts_per_tok=2),
+    "ernie4_5-moe": case(
+        "ernie4_5_moe", _SIZES, moe_intermediate_size=32, moe_num_experts=5, moe_k=2, moe_num_shared_experts=1,
+        moe_layer_start_index=1, moe_layer_end_index=2,
+    ),
+    "nemotron": case("nemotron", _SIZES),
+    "hunyuan-dense": case("hunyuan_v1_dense", _SIZES),
+    "olmoe": case("olmoe", _SIZES, num_key_value_heads=4, num_experts=5, num_experts_per_tok=2),
+    "exaone4": case("exaone4", _EXAONE),
+    "exaone4 llama 3": case("exaone4", _EXAONE, rope_parameters=_LLAMA_3),
+    "chatglm": case("glm", _SIZES, pad_token_id=0, rms_norm_eps=1e-5, besides=_LENGTH),
+    "glm4": case("glm4", _WIDE, pad_token_id=0),
+    "command-r": case("cohere", _SIZES),
+    "cohere2": case("cohere2", _SIZES, num_hidden_layers=4, sliding_window=11, besides={"rotary_pct": 1.0}),
+    "starcoder": case("gpt_bigcode", n_embd=32, n_head=4, n_positions=128, n_layer=3),
+    "mpt": case(
+        "mpt", d_model=48, n_heads=6, n_layers=3, max_seq_len=128, attn_config={"clip_qkv": 0.5},
+        besides={
+            "attn_config": {"clip_qkv": 0.5, "alibi": True, "alibi_bias_max": 8}, "architectures": ["MPTForCausalLM"],
         },
     ),
-    "gemma": Case("gemma", _WIDE),
-    "gemma2": Case("gemma2", {**_WIDE, "sliding_window": 11, "query_pre_attn_scalar": 12}),
-    "gemma3": Case("gemma3_text", {**_WIDE, "sliding_window": 11, "query_pre_attn_scalar": 12, "num_hidden_layers": 6}),
-    "smollm3": Case("smollm3", {**_SIZES, "num_hidden_layers": 4, "pad_token_id": 0}),
-    "granite": Case(
-        "granite",
-        {**_SIZES, **_MULTIPLIERS},
+    "olmo": case("olmo", _SIZES, clip_qkv=0.5),
+    "dots1": case(
+        "dots1", _SIZES, _ROUTED, num_key_value_heads=4, sliding_window=None, norm_topk_prob=True, besides=_SIGMOID,
     ),
-    "seed_oss": Case("seed_oss", {**_WIDE, "attention_bias": True}),
-    "ernie4_5": Case("ernie4_5", _WIDE),
-    "arcee": Case("arcee", _SIZES),
-    "olmo2": Case("olmo2", _SIZES),
-    "olmo3": Case("olmo3", {**_SIZES, "sliding_window": 11, "num_hidden_layers": 4}),
-    "gpt-oss": Case(
-        "gpt_oss",
-        {
-            **_SIZES, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 11,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-        },
+    "minimax-m2": case(
+        "minimax_m2", _SIZES, num_local_experts=5, num_experts_per_tok=2, besides={**_SIGMOID, "rotary_dim": 4},
     ),
-    "glm4moe": Case("glm4_moe", {**_WIDE, **_ROUTED, "use_qk_norm": True}),
-    "granitemoe": Case("granitemoe", {**_SIZES, "num_local_experts": 5, "num_experts_per_tok": 2, **_MULTIPLIERS}),
-    "ernie4_5-moe": Case(
-        "ernie4_5_moe",
-        {
-            **_SIZES, "moe_intermediate_size": 32, "moe_num_experts": 5, "moe_k": 2, "moe_num_shared_experts": 1,
-            "moe_layer_start_index": 1, "moe_layer_end_index": 2,
-        },
+    "gpt2": case("gpt2", n_embd=32, n_head=4, n_positions=128, n_layer=3, besides={"n_ctx": 128}),
+    "gptneox": case("gpt_neox", _PLAIN, intermediate_size=64, besides={"rotary_pct": 0.25}),
+    "gptneox serial": case(
+        "gpt_neox", _PLAIN, intermediate_size=64, use_parallel_residual=False, besides={"rotary_pct": 0.25},
     ),
-    "nemotron": Case("nemotron", _SIZES),
-    "hunyuan-dense": Case("hunyuan_v1_dense", _SIZES),
-    "olmoe": Case("olmoe", {**_SIZES, "num_key_value_heads": 4, "num_experts": 5, "num_experts_per_tok": 2}),
-    "exaone4": Case("exaone4", _EXAONE),
-    "exaone4 llama 3": Case("exaone4", {**_EXAONE, "rope_parameters": _LLAMA_3}),
-    "chatglm": Case("glm", {**_SIZES, "pad_token_id": 0, "rms_norm_eps": 1e-5}, _LENGTH),
-    "glm4": Case("glm4", {**_WIDE, "pad_token_id": 0}),
-    "command-r": Case("cohere", _SIZES),
-    "cohere2": Case("cohere2", {**_SIZES, "num_hidden_layers": 4, "sliding_window": 11}, (("rotary_pct", 1.0),)),
-    "starcoder": Case("gpt_bigcode", {"n_embd": 32, "n_head": 4, "n_positions": 128, "n_layer": 3}),
-    "mpt": Case(
-        "mpt",
-        {"d_model": 48, "n_heads": 6, "n_layers": 3, "max_seq_len": 128, "attn_config": {"clip_qkv": 0.5}},
-        (
-            ("attn_config", {"clip_qkv": 0.5, "alibi": True, "alibi_bias_max": 8}),
-            ("architectures", ["MPTForCausalLM"]),
-        ),
+    "bloom": case("bloom", hidden_size=32, n_head=4, n_layer=3, besides=_LENGTH),
+    "starcoder2": case("starcoder2", _SIZES, sliding_window=None),
+    "stablelm": case("stablelm", _SIZES, use_qkv_bias=True, partial_rotary_factor=0.5),
+    "deepseek2": case("deepseek_v2", _LATENT, q_lora_rank=24),
+    "deepseek2 lite": case("deepseek_v2", _LATENT, q_lora_rank=None, num_hidden_layers=27),
+    "deepseek2 yarn": case("deepseek_v2", _LATENT, q_lora_rank=24, rope_parameters=_LATENT_YARN),
+    "deepseek3": case(
+        "deepseek_v3", _LATENT, q_lora_rank=24, n_routed_experts=8, n_group=4, topk_group=2, norm_topk_prob=True,
+        rope_parameters={**_LATENT_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}, besides=_SIGMOID,
     ),
-    "olmo": Case("olmo", {**_SIZES, "clip_qkv": 0.5}),
-    "dots1": Case(
-        "dots1",
-        {
-            **_SIZES, **_ROUTED, "num_key_value_heads": 4, "sliding_window": None, "norm_topk_prob": True,
-        },
-        _SIGMOID,
+    "llama4": case(
+        "llama4_text", _SIZES, intermediate_size_mlp=64, intermediate_size=32, num_local_experts=5,
+        num_experts_per_tok=1, interleave_moe_layer_step=2, num_hidden_layers=4, pad_token_id=None,
     ),
-    "minimax-m2": Case(
-        "minimax_m2", {**_SIZES, "num_local_experts": 5, "num_experts_per_tok": 2}, (*_SIGMOID, ("rotary_dim", 4))
+    "mistral3": case(
+        "ministral3", _SIZES, sliding_window=None, pad_token_id=None,
+        rope_parameters={**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
     ),
-    "gpt2": Case("gpt2", {"n_embd": 32, "n_head": 4, "n_positions": 128, "n_layer": 3}, (("n_ctx", 128),)),
-    "gptneox": Case("gpt_neox", {**_PLAIN, "intermediate_size": 64}, (("rotary_pct", 0.25),)),
-    "gptneox serial": Case(
-        "gpt_neox", {**_PLAIN, "intermediate_size": 64, "use_parallel_residual": False}, (("rotary_pct", 0.25),)
+    "apertus": case("apertus", _SIZES, rope_parameters=_LLAMA_3, pad_token_id=None),
+    "falcon": case("falcon", _PLAIN, ffn_hidden_size=128, besides={"num_kv_heads": 1}),
+    "falcon groups": case("falcon", _PLAIN, ffn_hidden_size=128, num_kv_heads=2, new_decoder_architecture=True),
+    "gemma3n": case(
+        "gemma3n_text", _WIDE, num_hidden_layers=25, num_kv_shared_layers=5, intermediate_size=[4096] * 25,
+        hidden_size_per_layer_input=256, vocab_size_per_layer_input=VOCABULARY, laurel_rank=64, altup_num_inputs=4,
+        sliding_window=11, activation_sparsity_pattern=[0.95] * 10 + [0.0] * 15,
+        seed=1,  # and a wide MLP, without near-ties: llama.cpp divides a variance by n - 1
     ),
-    "bloom": Case("bloom", {"hidden_size": 32, "n_head": 4, "n_layer": 3}, _LENGTH),
-    "starcoder2": Case("starcoder2", {**_SIZES, "sliding_window": None}),
-    "stablelm": Case("stablelm", {**_SIZES, "use_qkv_bias": True, "partial_rotary_factor": 0.5}),
-    "deepseek2": Case("deepseek_v2", {**_LATENT, "q_lora_rank": 24}),
-    "deepseek2 lite": Case("deepseek_v2", {**_LATENT, "q_lora_rank": None, "num_hidden_layers": 27}),
-    "deepseek2 yarn": Case("deepseek_v2", {**_LATENT, "q_lora_rank": 24, "rope_parameters": _LATENT_YARN}),
-    "deepseek3": Case(
-        "deepseek_v3",
-        {
-            **_LATENT, "q_lora_rank": 24, "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "norm_topk_prob": True,
-            "rope_parameters": {**_LATENT_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
-        },
-        _SIGMOID,
+    "gemma4": case("gemma4_text", _GEMMA4),
+    "gemma4 shared": case(
+        "gemma4_text", _GEMMA4, num_kv_shared_layers=6, use_double_wide_mlp=True, hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=VOCABULARY, num_hidden_layers=12,
     ),
-    "llama4": Case(
-        "llama4_text",
-        {
-            **_SIZES, "intermediate_size_mlp": 64, "intermediate_size": 32, "num_local_experts": 5,
-            "num_experts_per_tok": 1, "interleave_moe_layer_step": 2, "num_hidden_layers": 4, "pad_token_id": None,
-        },
+    "gemma4 experts": case(
+        "gemma4_text", _GEMMA4, enable_moe_block=True, num_experts=5, top_k_experts=2, moe_intermediate_size=32,
+        attention_k_eq_v=True, num_global_key_value_heads=1,
     ),
-    "mistral3": Case(
-        "ministral3",
-        {
-            **_SIZES, "sliding_window": None, "pad_token_id": None,
-            "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
-        },
-    ),
-    "apertus": Case("apertus", {**_SIZES, "rope_parameters": _LLAMA_3, "pad_token_id": None}),
-    "falcon": Case("falcon", {**_PLAIN, "ffn_hidden_size": 128}, (("num_kv_heads", 1),)),
-    "falcon groups": Case(
-        "falcon", {**_PLAIN, "ffn_hidden_size": 128, "num_kv_heads": 2, "new_decoder_architecture": True}
-    ),
-    "gemma3n": Case(
-        "gemma3n_text",
-        {
-            **_WIDE, "num_hidden_layers": 25, "num_kv_shared_layers": 5, "intermediate_size": [4096] * 25,
-            "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": VOCABULARY, "laurel_rank": 64,
-            "altup_num_inputs": 4, "sliding_window": 11, "activation_sparsity_pattern": [0.95] * 10 + [0.0] * 15,
-        },
-        seed=1,  # a wide MLP and a seed without near-ties: llama.cpp divides a variance by n - 1
-    ),
-    "gemma4": Case("gemma4_text", _GEMMA4),
-    "gemma4 shared": Case(
-        "gemma4_text",
-        {
-            **_GEMMA4, "num_kv_shared_layers": 6, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 8,
-            "vocab_size_per_layer_input": VOCABULARY, "num_hidden_layers": 12,
-        },
-    ),
-    "gemma4 experts": Case(
-        "gemma4_text",
-        {
-            **_GEMMA4, "enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 32,
-            "attention_k_eq_v": True, "num_global_key_value_heads": 1,
-        },
-    ),
-    "stablelm parallel": Case("stablelm", {**_SIZES, "use_parallel_residual": True}),
+    "stablelm parallel": case("stablelm", _SIZES, use_parallel_residual=True),
 }  # fmt: skip
 
 
@@ -269,7 +240,7 @@ def write_model(folder: Path, case: Case) -> None:
     full = case.kind in ("gemma3_text", "gemma3n_text", "gemma4_text")  # whose converters drop the other rows
     write_tokenizer(folder, full=full)
     file = folder / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **dict(case.besides)}))
+    file.write_text(json.dumps({**json.loads(file.read_text()), **case.besides}))
 
 
 @pytest.fixture(scope="module")

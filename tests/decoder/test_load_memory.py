@@ -54,14 +54,9 @@ print(json.dumps([(memory("VmHWM") - before) / weights, weights]))
 
 def model(hidden: int) -> LlamaForCausalLM:
     config = LlamaConfig(
-        vocab_size=4000,
-        hidden_size=hidden,
-        intermediate_size=3 * hidden,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
-    )
+        vocab_size=4000, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=8, num_attention_heads=8,
+        max_position_embeddings=64, tie_word_embeddings=False,
+    )  # fmt: skip
     with torch.device("meta"):
         made = LlamaForCausalLM(config)
     made = made.to_empty(device="cpu")

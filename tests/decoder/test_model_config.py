@@ -12,19 +12,10 @@ from paceline.decoder.models.blueprint import Blueprint
 from paceline.decoder.models.config import ModelConfig, RopeConfig
 
 SIZES: dict[str, object] = {
-    "model_type": "llama",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
+    "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4,
-}
-LLAMA3 = {
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+}  # fmt: skip
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 
 
 def write(folder: Path, config: dict[str, object], generation: dict[str, object] | None = None) -> Path:
@@ -71,57 +62,47 @@ def test_configurations_saved_by_transformers_are_read(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("type_key", ["type", "rope_type"])
-def test_both_rope_layouts_read_the_same(tmp_path: Path, type_key: str) -> None:
-    old: dict[str, object] = {**SIZES, "rope_theta": 5e5, "rope_scaling": {type_key: "llama3", **LLAMA3}}
-    new: dict[str, object] = {
-        **SIZES,
-        "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3},
-    }
-    first = ModelConfig.from_pretrained(write(tmp_path, old))
-    second = ModelConfig.from_pretrained(write(tmp_path, new))
-    assert first == second
-    assert first.fingerprint() == second.fingerprint()
-    assert first.rope == RopeConfig("llama3", 5e5, 2048, 64, factor=8.0)
-
-
-@pytest.mark.parametrize("unset", [None, {}])
-def test_an_empty_old_layout_leaves_the_new_one_in_force(tmp_path: Path, unset: object) -> None:
-    config = {**SIZES, "rope_scaling": unset, "rope_parameters": {"rope_type": "linear", "factor": 2.0}}
-    assert ModelConfig.from_pretrained(write(tmp_path, config)).rope.type == "linear"
-
-
-def test_the_old_rope_layout_takes_precedence(tmp_path: Path) -> None:
-    linear, dynamic = ({"rope_type": kind, "factor": 2.0} for kind in ("linear", "dynamic"))
-    config = {**SIZES, "rope_scaling": dynamic, "rope_parameters": linear}
-    theirs = LlamaConfig(rope_scaling=dict(dynamic), rope_parameters=dict(linear)).rope_parameters
-    assert ModelConfig.from_pretrained(write(tmp_path, config)).rope.type == theirs["rope_type"] == "dynamic"
-
-
-def test_an_original_length_outside_the_rope_settings_takes_precedence(tmp_path: Path) -> None:
-    config = {**SIZES, "rope_scaling": {"type": "llama3", **LLAMA3}, "original_max_position_embeddings": 128}
-    assert ModelConfig.from_pretrained(write(tmp_path, config)).rope.original_max_position_embeddings == 128
+LLAMA3_ROPE = {"type": "llama3", "theta": 5e5, "original_max_position_embeddings": 64, "factor": 8.0}
+LINEAR, DYNAMIC = ({"rope_type": kind, "factor": 2.0} for kind in ("linear", "dynamic"))
 
 
 @pytest.mark.parametrize(
-    ("config", "generation", "eos", "pad"),
+    ("said", "expected"),
     [
-        ({"eos_token_id": 5}, None, (5,), None),
-        ({"eos_token_id": 5}, {"eos_token_id": [6, 7, 6], "pad_token_id": 3}, (6, 7), 3),
-        ({"eos_token_id": 5, "pad_token_id": 4}, {"eos_token_id": None}, (5,), 4),
-        ({"eos_token_id": None, "pad_token_id": -1}, {}, (), None),
-        ({}, {}, (2,), None),
+        ({"rope_theta": 5e5, "rope_scaling": {"type": "llama3", **LLAMA3}}, LLAMA3_ROPE),
+        ({"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}}, LLAMA3_ROPE),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}}, LLAMA3_ROPE),
+        ({"rope_scaling": None, "rope_parameters": LINEAR}, {"type": "linear"}),
+        ({"rope_scaling": {}, "rope_parameters": LINEAR}, {"type": "linear"}),
+        ({"rope_scaling": DYNAMIC, "rope_parameters": LINEAR}, {"type": "dynamic"}),  # as in transformers
+        (
+            {"rope_scaling": {"type": "llama3", **LLAMA3}, "original_max_position_embeddings": 128},
+            {"original_max_position_embeddings": 128},
+        ),
+    ],
+)
+def test_rope_settings_are_read_in_the_old_and_the_new_layout(
+    tmp_path: Path, said: dict[str, object], expected: dict[str, object]
+) -> None:
+    found = ModelConfig.from_pretrained(write(tmp_path, SIZES | said)).rope
+    assert {name: getattr(found, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "expected"),
+    [
+        ({"eos_token_id": 5}, None, ((5,), None)),
+        ({"eos_token_id": 5}, {"eos_token_id": [6, 7, 6], "pad_token_id": 3}, ((6, 7), 3)),
+        ({"eos_token_id": 5, "pad_token_id": 4}, {"eos_token_id": None}, ((5,), 4)),
+        ({"eos_token_id": None, "pad_token_id": -1}, {}, ((), None)),
+        ({}, {}, ((2,), None)),
     ],
 )
 def test_special_ids_are_read(
-    tmp_path: Path,
-    config: dict[str, object],
-    generation: dict[str, object] | None,
-    eos: tuple[int, ...],
-    pad: int | None,
+    tmp_path: Path, config: dict[str, object], generation: dict[str, object] | None, expected: tuple[object, object]
 ) -> None:
     read = ModelConfig.from_pretrained(write(tmp_path, SIZES | config, generation))
-    assert (read.eos_token_ids, read.pad_token_id) == (eos, pad)
+    assert (read.eos_token_ids, read.pad_token_id) == expected
 
 
 def test_the_fingerprint_is_stable_and_covers_every_field(tmp_path: Path) -> None:
@@ -130,18 +111,18 @@ def test_the_fingerprint_is_stable_and_covers_every_field(tmp_path: Path) -> Non
     # Written down, so that a change that would orphan every cached graph is made knowingly.
     assert base.fingerprint() == again.fingerprint() == FINGERPRINT
     changed = [
-        {"rms_norm_eps": 1e-5},
-        {"rope_theta": 20000},
-        {"num_hidden_layers": 3},
-        {"tie_word_embeddings": True},
+        {"rms_norm_eps": 1e-5}, {"rope_theta": 20000}, {"num_hidden_layers": 3}, {"tie_word_embeddings": True},
         {"eos_token_id": 3},
-    ]
+    ]  # fmt: skip
     prints = {ModelConfig.from_pretrained(write(tmp_path, SIZES | change)).fingerprint() for change in changed}
     assert len(prints | {base.fingerprint()}) == len(changed) + 1
     assert json.loads(json.dumps(base.to_dict()))["rope"]["theta"] == 10000.0
 
 
 FINGERPRINT = "808064a0f43c36ca598128fc7bbeeaf5787de9c7c36d65d953410def07dfebd0"
+
+
+BAD, UNKNOWN = CheckpointError, UnknownArchitectureError
 
 
 def without(key: str) -> dict[str, object]:
@@ -155,72 +136,46 @@ def rope(**settings: object) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("config", "error", "parts"),
     [
-        (without("model_type"), CheckpointError, ["model_type", "missing"]),
-        (without("vocab_size"), CheckpointError, ["vocab_size", "missing"]),
-        (without("num_hidden_layers"), CheckpointError, ["num_hidden_layers", "missing"]),
+        (without("model_type"), BAD, ["model_type", "missing"]),
+        (without("vocab_size"), BAD, ["vocab_size", "missing"]),
+        (without("num_hidden_layers"), BAD, ["num_hidden_layers", "missing"]),
+        (SIZES | {"model_type": "mamba"}, UNKNOWN, ["'mamba'", "model_type: expected one of llama"]),
+        (SIZES | {"hidden_act": "tanh"}, UNKNOWN, ["'tanh'", "hidden_act: expected one of silu"]),
+        (SIZES | {"quantization_config": {"bits": 4}}, UNKNOWN, ["quantization_config: expected weights as one of"]),
+        (SIZES | {"per_layer_config": {"0": {}}}, UNKNOWN, ["per_layer_config"]),
+        (SIZES | {"head_dim": 7}, UNKNOWN, ["head_dim", "got 7", "even"]),
+        (SIZES | {"partial_rotary_factor": 0.5}, UNKNOWN, ["partial_rotary_factor"]),
+        (SIZES | {"hidden_size": 30}, BAD, ["got 30", "num_attention_heads = 4"]),
+        (SIZES | {"num_key_value_heads": 3}, BAD, ["num_key_value_heads = 3"]),
+        (SIZES | {"hidden_size": "32"}, BAD, ["hidden_size", "got '32'", "integer"]),
+        (SIZES | {"num_hidden_layers": True}, BAD, ["num_hidden_layers", "got True"]),
+        (SIZES | {"num_hidden_layers": 20000}, BAD, ["num_hidden_layers: expected at most 10000, got"]),
+        (SIZES | {"num_attention_heads": 10**12}, BAD, ["num_attention_heads: expected at most 65536, got"]),
         (
-            SIZES | {"model_type": "mamba"},
-            UnknownArchitectureError,
-            ["'mamba'", "model_type: expected one of llama"],
-        ),
-        (
-            SIZES | {"hidden_act": "tanh"},
-            UnknownArchitectureError,
-            ["'tanh'", "hidden_act: expected one of silu"],
-        ),
-        (
-            SIZES | {"quantization_config": {"bits": 4}},
-            UnknownArchitectureError,
-            ["quantization_config: expected weights as one of"],
-        ),
-        (SIZES | {"per_layer_config": {"0": {}}}, UnknownArchitectureError, ["per_layer_config"]),
-        (SIZES | {"head_dim": 7}, UnknownArchitectureError, ["head_dim", "got 7", "even"]),
-        (SIZES | {"partial_rotary_factor": 0.5}, UnknownArchitectureError, ["partial_rotary_factor"]),
-        (SIZES | {"hidden_size": 30}, CheckpointError, ["got 30", "num_attention_heads = 4"]),
-        (SIZES | {"num_key_value_heads": 3}, CheckpointError, ["num_key_value_heads = 3"]),
-        (SIZES | {"hidden_size": "32"}, CheckpointError, ["hidden_size", "got '32'", "integer"]),
-        (SIZES | {"num_hidden_layers": True}, CheckpointError, ["num_hidden_layers", "got True"]),
-        (SIZES | {"num_hidden_layers": 20000}, CheckpointError, ["num_hidden_layers: expected at most 10000, got"]),
-        (
-            SIZES | {"num_attention_heads": 10**12},
-            CheckpointError,
-            ["num_attention_heads: expected at most 65536, got"],
-        ),
-        (
-            SIZES | {"model_type": "mixtral", "num_local_experts": 10**12, "num_experts_per_tok": 2},
-            CheckpointError,
+            SIZES | {"model_type": "mixtral", "num_local_experts": 10**12, "num_experts_per_tok": 2}, BAD,
             ["expected at most 65536 experts, got"],
         ),
-        (SIZES | {"num_hidden_layers": 0}, CheckpointError, ["num_hidden_layers", "got 0"]),
-        (SIZES | {"rms_norm_eps": float("nan")}, CheckpointError, ["rms_norm_eps", "finite"]),
-        (SIZES | {"rms_norm_eps": 10**400}, CheckpointError, ["rms_norm_eps", "..."]),
-        (SIZES | {"tie_word_embeddings": 1}, CheckpointError, ["tie_word_embeddings", "got 1", "true or false"]),
-        (SIZES | {"eos_token_id": 64}, CheckpointError, ["eos_token_id", "got 64", "vocabulary size 64"]),
-        (SIZES | {"eos_token_id": "</s>"}, CheckpointError, ["eos_token_id", "token id"]),
-        (SIZES | {"rope_scaling": "linear"}, CheckpointError, ["rope_scaling", "object"]),
-        (rope(rope_type="su"), UnknownArchitectureError, ["'su'", "longrope"]),
-        (rope(rope_type="default", mrope_section=[1]), UnknownArchitectureError, ["'mrope_section'"]),
-        (rope(rope_type="linear"), CheckpointError, ["rope_parameters", "'factor'", "missing"]),
-        (rope(rope_type="llama3", factor=2.0), CheckpointError, ["'low_freq_factor'", "missing"]),
+        (SIZES | {"num_hidden_layers": 0}, BAD, ["num_hidden_layers", "got 0"]),
+        (SIZES | {"rms_norm_eps": float("nan")}, BAD, ["rms_norm_eps", "finite"]),
+        (SIZES | {"rms_norm_eps": 10**400}, BAD, ["rms_norm_eps", "..."]),
+        (SIZES | {"tie_word_embeddings": 1}, BAD, ["tie_word_embeddings", "got 1", "true or false"]),
+        (SIZES | {"eos_token_id": 64}, BAD, ["eos_token_id", "got 64", "vocabulary size 64"]),
+        (SIZES | {"eos_token_id": "</s>"}, BAD, ["eos_token_id", "token id"]),
+        (SIZES | {"rope_scaling": "linear"}, BAD, ["rope_scaling", "object"]),
+        (rope(rope_type="su"), UNKNOWN, ["'su'", "longrope"]),
+        (rope(rope_type="default", mrope_section=[1]), UNKNOWN, ["'mrope_section'"]),
+        (rope(rope_type="linear"), BAD, ["rope_parameters", "'factor'", "missing"]),
+        (rope(rope_type="llama3", factor=2.0), BAD, ["'low_freq_factor'", "missing"]),
         (
-            rope(rope_type="llama3", **LLAMA3 | {"high_freq_factor": 1}),
-            CheckpointError,
+            rope(rope_type="llama3", **LLAMA3 | {"high_freq_factor": 1}), BAD,
             ["low_freq_factor: expected less than high_freq_factor ="],
         ),
-        (rope(rope_type="longrope", short_factor=[1.0] * 4), CheckpointError, ["'long_factor'", "missing"]),
-        (
-            rope(rope_type="longrope", short_factor=[1.0] * 3),
-            CheckpointError,
-            ["short_factor", "4 numbers"],
-        ),
-        (
-            rope(rope_type="longrope", short_factor=[1, 1, 0, 1]),
-            CheckpointError,
-            ["short_factor[2]", "got 0"],
-        ),
-        (rope(rope_theta=1.0), CheckpointError, ["rope_theta: expected more than 1, got 1.0"]),
+        (rope(rope_type="longrope", short_factor=[1.0] * 4), BAD, ["'long_factor'", "missing"]),
+        (rope(rope_type="longrope", short_factor=[1.0] * 3), BAD, ["short_factor", "4 numbers"]),
+        (rope(rope_type="longrope", short_factor=[1, 1, 0, 1]), BAD, ["short_factor[2]", "got 0"]),
+        (rope(rope_theta=1.0), BAD, ["rope_theta: expected more than 1, got 1.0"]),
     ],
-)
+)  # fmt: skip
 def test_bad_configurations_are_rejected(
     tmp_path: Path, config: dict[str, object], error: type[CheckpointError], parts: list[str]
 ) -> None:

@@ -1,8 +1,10 @@
-"""The native mixture of experts: right, the same bits for a row in every company, and no unchosen expert is read."""
+"""Mixtures of experts: native kernels are right, no expert that no row chose is read, and ties have one rule."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,16 +13,25 @@ from torch import Tensor
 from paceline.decoder.kernels.plain import ACTIVATIONS, gate_with
 from paceline.decoder.kernels.protocol import ExpertWeights, Kernels
 from paceline.decoder.kernels.torch_kernels import TorchKernels
+from paceline.decoder.models import registry
+from paceline.decoder.models.config import ModelConfig
+from paceline.decoder.models.experts import ChosenExperts, EveryExpert, MixtureOfExperts
+from paceline.decoder.models.network import DecoderLayer
 from paceline.decoder.native.ops import Native
+from paceline.decoder.parallel.collectives import SingleRank
+from paceline.decoder.parallel.sharding import Shard
+from paceline.decoder.weights.checkpoint import load_weights
 from paceline.decoder.weights.formats import WeightFormat
 from paceline.decoder.weights.quantize import PackedMatrix, quantize
+from paceline.neuron.kernels import TraceableKernels
+from tests.decoder.families import save_pair
 from tests.decoder.other_kernels import numbers
+from tests.decoder.tiny import load
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(6, 2, 33, 20), (8, 2, 96, 64), (128, 8, 64, 32), (1, 1, 16, 8), (3, 3, 40, 13)]
 """Experts, chosen ones, H and F; some odd, some below a vector."""
-WIDTHS = [1, 2, 5, 9, 64]
-MOST = max(WIDTHS)
+MOST = 64
 NAN = float("nan")
 
 
@@ -28,6 +39,11 @@ def mixture(shape: tuple[int, int, int, int], dtype: torch.dtype, activation: st
     experts, _, H, F = shape
     gate_up, down = numbers(experts * 2 * F, H, seed=1) / H**0.5, numbers(experts * H, F, seed=2) / F**0.5
     return ExpertWeights(gate_up.to(dtype), down.to(dtype), activation)
+
+
+def quantised(weights: ExpertWeights, form: WeightFormat) -> ExpertWeights:
+    gate_up, down = (PackedMatrix(quantize(one, form)) for one in (weights.gate_up, weights.down))  # type: ignore[arg-type]
+    return replace(weights, gate_up=gate_up, down=down)
 
 
 def shares_of(shape: tuple[int, int, int, int], rows: int = MOST) -> Tensor:
@@ -74,15 +90,13 @@ def test_native_experts_equal_computing_every_expert(
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_gate_and_up_have_biases(native: Native, shape: tuple[int, int, int, int]) -> None:
-    """Also of rows and experts in any number; with ones so large that the activation's bounds are met."""
+    """With ones so large that the activation's bounds are met."""
     plain, x, shares = mixture(shape, torch.float32, "clamped swish"), numbers(1, 9, shape[2]), shares_of(shape, 9)
     assert isinstance(plain.gate_up, Tensor)
     weights = replace(plain, gate_up_bias=8 * numbers(len(plain.gate_up), seed=5))
     wanted = composed(TorchKernels(), x, shares, weights)
     for kernels in (native.mixture, TorchKernels()):
         torch.testing.assert_close(kernels.experts(x, shares, weights), wanted, rtol=1e-4, atol=1e-4)
-    alone = [mixed(native, x[:, i : i + 1], shares[:, i : i + 1], weights) for i in range(9)]
-    assert torch.equal(torch.cat(alone, 1), mixed(native, x, shares, weights))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -90,24 +104,6 @@ def test_expert_activation_equals_torch(native: Native, activation: str) -> None
     weights, x, shares = mixture(SHAPES[0], torch.float32, activation), numbers(1, 9, 33), shares_of(SHAPES[0], 9)
     found = mixed(native, x, shares, weights)
     torch.testing.assert_close(found, composed(TorchKernels(), x, shares, weights), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("side", ["native", "torch"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_an_expert_row_is_bitwise_independent_of_other_rows(
-    native: Native, shape: tuple[int, int, int, int], dtype: torch.dtype, side: str
-) -> None:
-    kernels = native.mixture if side == "native" else TorchKernels()
-    weights, x, shares = mixture(shape, dtype), numbers(1, MOST, shape[2]), shares_of(shape)
-    alone = torch.cat([kernels.experts(x[:, i : i + 1], shares[:, i : i + 1], weights) for i in range(MOST)], 1)
-    assert alone.any(-1).all()
-    for width in WIDTHS:
-        for begin in (0, 3, MOST - width):
-            rows = slice(begin, begin + width)
-            assert torch.equal(kernels.experts(x[:, rows], shares[:, rows], weights), alone[:, rows])
-    lines = (x.view(8, 8, -1), shares.view(8, 8, -1))
-    assert torch.equal(kernels.experts(*lines, weights).view_as(alone), alone)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -157,53 +153,58 @@ def test_an_inactive_expert_is_not_read(native: Native, width: int, side: str) -
 def test_padding_rows_activate_no_expert(native: Native) -> None:
     shape = (128, 8, 64, 32)
     weights, x, shares = mixture(shape, torch.bfloat16), numbers(16, 4, 64), shares_of(shape).view(16, 4, 128)
-    whole = mixed(native, x, shares, weights)
     assert isinstance(weights.gate_up, Tensor)
     for real in ([0] * 16, [0, 4] * 8, [4] + [0] * 15, [1, 2, 3, 0] * 4):
         count = torch.tensor(real, dtype=torch.int32)
-        junk, chosen = x.clone(), shares.clone()
-        for line, rows in enumerate(real):
-            junk[line, rows:], chosen[line, rows:] = NAN, NAN
-        nobody = (torch.where(chosen.isnan(), 0.0, chosen) == 0).all(0).all(0)
-        poisoned = weights.gate_up.clone()
-        poisoned.view(128, -1)[nobody] = NAN
-        asked = ExpertWeights(poisoned, weights.down, "silu")
+        padding = torch.arange(4) >= count.unsqueeze(1)
+        junk, chosen, poisoned = x.clone(), shares.clone(), weights.gate_up.clone()
+        junk[padding], chosen[padding] = NAN, NAN
+        poisoned.view(128, -1)[~(chosen[~padding] != 0).any(0)] = NAN
         for kernels in (native.mixture, TorchKernels()):
-            found = kernels.experts(junk, chosen, asked, count=count)
-            for line, rows in enumerate(real):
-                assert not found[line, rows:].any()
-                if kernels is native.mixture:
-                    assert torch.equal(found[line, :rows], whole[line, :rows])
-                else:
-                    assert found.isfinite().all()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_experts_are_the_same_with_any_number_of_threads(
-    native: Native, restored_threads: None, dtype: torch.dtype
-) -> None:
-    shape = (6, 2, 260, 131)  # past the size at which threads are used at all
-    weights, x, shares = mixture(shape, dtype), numbers(1, 24, 260), shares_of(shape, 24)
-    seen = []
-    for threads in (1, 2, 3, 5, 8):
-        torch.set_num_threads(threads)
-        seen.append(mixed(native, x, shares, weights))
-        seen.append(torch.cat([mixed(native, x[:, i : i + 1], shares[:, i : i + 1], weights) for i in range(24)], 1))
-    assert all(torch.equal(seen[0], other) for other in seen)
+            found = kernels.experts(junk, chosen, replace(weights, gate_up=poisoned), count=count)
+            assert found.isfinite().all() and not found[padding].any()
 
 
 @pytest.mark.parametrize("form", WeightFormat, ids=lambda form: form.value)
 def test_quantised_experts_equal_dequantised_ones(native: Native, form: WeightFormat) -> None:
-    """Also bit by bit, for a single row and a row among others."""
     shape = (8, 2, 96, 64)
     plain, x, shares = mixture(shape, torch.float32), numbers(1, MOST, 96), shares_of(shape)
-    assert isinstance(plain.gate_up, Tensor) and isinstance(plain.down, Tensor)
-    gate_up, down = (PackedMatrix(quantize(one, form)) for one in (plain.gate_up, plain.down))
-    weights = ExpertWeights(gate_up, down, "silu")
-    widened = ExpertWeights(gate_up.dequantize(), down.dequantize(), "silu")
+    weights = quantised(plain, form)
+    widened = replace(plain, gate_up=weights.gate_up.dequantize(), down=weights.down.dequantize())  # type: ignore[union-attr]
     found = mixed(native, x, shares, weights)
     torch.testing.assert_close(found, mixed(native, x, shares, widened), rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(TorchKernels().experts(x, shares, weights), found, rtol=1e-3, atol=1e-3)
     assert (found - mixed(native, x, shares, plain)).abs().max() > 2e-3, "the format would not be seen"
-    alone = [mixed(native, x[:, i : i + 1], shares[:, i : i + 1], weights) for i in range(MOST)]
-    assert torch.equal(torch.cat(alone, 1), found)
+
+
+# ---- which experts a row chooses
+
+
+@pytest.fixture(scope="module", params=["mixtral", "qwen3 moe"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made: Path = save_pair(tmp_path_factory.mktemp("mixture"), request.param, layers=2)[0]
+    return made
+
+
+def test_router_ties_go_to_the_lowest_experts(folder: Path) -> None:
+    one = next(one for one in load(folder).body.modules() if isinstance(one, MixtureOfExperts))
+    probs = torch.tensor([[[0.1, 0.3, 0.3, 0.3], [0.25, 0.25, 0.25, 0.25], [0.2, 0.2, 0.1, 0.5]]])
+    wanted = torch.tensor([[[0, 0.5, 0.5, 0], [0.5, 0.5, 0, 0], [0.2 / 0.7, 0, 0, 0.5 / 0.7]]])
+    torch.testing.assert_close(one.chosen(probs), wanted)
+
+
+def test_graphs_of_fixed_shape_compute_every_expert(folder: Path) -> None:
+    """XLA and Neuron: the same sum, of matrices that are apart."""
+    config = ModelConfig.from_pretrained(folder)
+    shard = Shard(config)
+    made: list[Any] = []
+    for kernels in (TraceableKernels(), TorchKernels()):
+        weights = load_weights(folder, config, torch.float32)
+        model = registry.family(config.model_type).build(shard, weights, kernels, positions=16, group=SingleRank())
+        layer = model.layers[0]
+        assert isinstance(layer, DecoderLayer)
+        made.append(layer.mlp)
+    every, chosen = made
+    assert isinstance(every.experts, EveryExpert) and isinstance(chosen.experts, ChosenExperts)
+    x = torch.randn(2, 5, config.hidden_size, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(every(x), chosen(x), rtol=1e-5, atol=1e-5)

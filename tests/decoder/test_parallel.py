@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
+from gguf import GGMLQuantizationType
+from safetensors.torch import load_file
 
-from paceline import AutoDecoder
 from paceline.core.errors import ConfigurationError
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.models.registry import family
 from paceline.decoder.parallel.sharding import GQA, Layout, Shard, layout, padding
 from paceline.decoder.weights import checkpoint, files
+from tests.decoder import gguf_files
 from tests.decoder.tiny import Workshop
 
 
@@ -68,10 +70,21 @@ def test_padding_is_reported(workshop: Workshop) -> None:
     assert padding(llama, 24) == {"attention heads": (32, 48), "columns of the MLP": (14336, 14352)}
 
 
+def stored(workshop: Workshop, folder: Path, kind: str) -> Path:
+    """A checkpoint of a kind, or one in another format."""
+    if kind.startswith("GGUF"):
+        return gguf_files.write(folder / "model.gguf", gguf_files.network(), GGMLQuantizationType[kind.split()[1]])
+    if kind != "pickle":
+        return workshop.checkpoint(kind=kind)
+    shutil.copy(workshop.checkpoint() / "config.json", folder)
+    torch.save(load_file(workshop.checkpoint() / "model.safetensors"), folder / "pytorch_model.bin")
+    return folder
+
+
 @pytest.mark.parametrize("degree", [1, 2, 3, 4, 5, 6])
-@pytest.mark.parametrize("kind", ["grouped", "biased", "llama 3", "odd"])
-def test_concatenated_shards_equal_the_checkpoint(workshop: Workshop, kind: str, degree: int) -> None:
-    path = workshop.checkpoint(kind=kind)
+@pytest.mark.parametrize("kind", ["grouped", "biased", "llama 3", "odd", "pickle", "GGUF F32", "GGUF Q4_1"])
+def test_concatenated_shards_equal_the_checkpoint(workshop: Workshop, tmp_path: Path, kind: str, degree: int) -> None:
+    path = stored(workshop, tmp_path, kind)
     made = ModelConfig.from_pretrained(path)
     whole = checkpoint.load_weights(path, made, torch.float32)
     shards = [Shard(made, layout(made, degree), rank) for rank in range(degree)]
@@ -121,44 +134,10 @@ def test_a_rank_reads_only_its_shard_of_the_file(workshop: Workshop, monkeypatch
         checkpoint.load_weights(path, made, torch.float32, shard=Shard(made, Layout(2, gqa), rank))
         totals.append(sum(read))
     norms = sum(spec.shape[0] for name, spec in family("llama").tensors(made).items() if "norm" in name)
-    with safe_open(path / "model.safetensors", framework="pt") as file:
-        everything = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
+    everything = sum(tensor.numel() for tensor in load_file(path / "model.safetensors").values())
     assert totals == [(everything - norms) // 2 + norms] * 2
-
-
-@pytest.mark.parametrize(
-    ("degree", "gqa", "words"),
-    [
-        (0, None, "tp_degree: expected a number of ranks of at least 1, got"),
-        (4, "shard-over-heads", "expected K/V heads divisible by tp_degree=4"),
-        (2, "shard-over-batch", "shard-over-batch"),
-        (2, "by-magic", "expected one of 'shard-over-heads', .* got 'by-magic'"),
-    ],
-)
-def test_impossible_degrees_are_rejected_before_anything_is_read(
-    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, degree: int, gqa: str | None, words: str
-) -> None:
-    monkeypatch.setattr("paceline.build.load_weights", None)
-    monkeypatch.setattr("paceline.decoder.backends.eager.shared", None)
-    with pytest.raises(ConfigurationError, match=words):
-        AutoDecoder.from_pretrained(workshop.checkpoint(), backend="eager", tp_degree=degree, group_query_attention=gqa)
-
-
-def test_single_rank_backends_reject_tensor_parallelism(workshop: Workshop) -> None:
-    with pytest.raises(ConfigurationError, match="tp_degree: expected 1 for backend='native'"):
-        AutoDecoder.from_pretrained(workshop.checkpoint(), backend="native", tp_degree=2)
 
 
 def test_parts_of_gathered_keys_must_be_even(workshop: Workshop) -> None:
     with pytest.raises(ConfigurationError, match="ranks can share evenly for 'all-gather-heads', got"):
         layout(config(workshop, num_heads=12, num_kv_heads=1, head_dim=8), 3, GQA.ALL_GATHER_HEADS)
-
-
-def test_shards_of_a_pickle_equal_those_of_safetensors(workshop: Workshop, tmp_path: Path) -> None:
-    path, made = workshop.checkpoint(), config(workshop)
-    whole = checkpoint.load_weights(path, made, torch.float32)
-    (tmp_path / "config.json").write_text((path / "config.json").read_text())
-    torch.save(whole, tmp_path / "pytorch_model.bin")
-    shard = Shard(made, layout(made, 4), 3)
-    ours, theirs = (checkpoint.load_weights(p, made, torch.float32, shard=shard) for p in (tmp_path, path))
-    assert all(torch.equal(ours[name], theirs[name]) for name in whole)

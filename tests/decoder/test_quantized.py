@@ -101,18 +101,6 @@ def test_a_quantised_matmul_is_near_the_dequantised_one(form: WeightFormat, rows
         assert bool(((product - exact).abs() <= room).all())
 
 
-@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.value)
-def test_a_row_has_the_same_bits_whatever_the_number_of_rows(form: WeightFormat) -> None:
-    packed, native = PackedMatrix(quantize(weight(37, 128), form)), Native()
-    x = weight(40, 128).view(1, 40, 128)
-    alone = torch.cat([native.linear(x[:, i : i + 1], packed) for i in range(40)], 1)
-    for rows in (1, 2, 3, 5, 9, 13, 17, 40):
-        assert torch.equal(native.linear(x[:, :rows], packed), alone[:, :rows])
-        assert torch.equal(native.linear(x[:, 40 - rows :], packed), alone[:, 40 - rows :])
-    count = torch.tensor([7], dtype=torch.int32)
-    assert torch.equal(native.linear(x, packed, count)[:, :7], alone[:, :7])
-
-
 def test_accelerator_graphs_scale_int8_sums_and_reject_blocks() -> None:
     original, x = weight(40, 64), weight(5, 64).view(1, 5, 64)
     packed = PackedMatrix(quantize(original, WeightFormat.INT8))
@@ -187,21 +175,6 @@ def test_a_gguf_file_is_quantised_again_on_request(tmp_path: Path) -> None:
         assert {module.format for module in one.body.modules() if isinstance(module, PackedMatrix)} == {form}
     stored, found = (next(m for m in one.body.modules() if isinstance(m, PackedMatrix)) for one in (kept, anew))
     assert torch.equal(found.data, quantize(stored.dequantize(), WeightFormat.Q4_0).data)
-
-
-def test_unsupported_quantisation_is_rejected_by_name(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"quantization: expected one of int8, fp8_e4m3, .*q4_1.*, got 'int3'"):
-        load(folder, quantization="int3")
-    for former, better in (("int8_per_tensor", "int8"), ("fp8_e5m2", "fp8_e4m3")):
-        with pytest.raises(ConfigurationError, match=f"got '{former}'; use '{better}', which"):
-            load(folder, quantization=former)
-    with pytest.raises(ConfigurationError, match="expected a GGUF file"):
-        load(folder, quantization="gguf")
-    with pytest.raises(ConfigurationError, match=r"backend='neuron' multiplies with no blocks .*; use 'int8', or"):
-        load(folder, backend="neuron", quantization="q8_0")
-    tiny.network().save_pretrained(tmp_path)  # its MLP has 48 columns
-    with pytest.raises(ConfigurationError, match=r"down_proj.weight: quantization: .*, got 48; use .*'int8'$"):
-        load(tmp_path, quantization="q4_0")
 
 
 @pytest.mark.parametrize(

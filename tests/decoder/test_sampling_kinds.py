@@ -9,19 +9,23 @@ from copy import deepcopy
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline import SpeculativeGenerator
 from paceline.auto import SamplingDecoder
 from paceline.core import noise
+from paceline.core.acceptance.base import TargetView
+from paceline.core.acceptance.rejection import Reject
 from paceline.core.errors import ConfigurationError
-from paceline.core.sampling import SAMPLING_KINDS, kind_of_params
-from paceline.core.types import SamplingKind, SamplingTensors
+from paceline.core.sampling import SAMPLING_KINDS, Sampling, kind_of_params, sampling_tensors
+from paceline.core.types import Proposal, SamplingKind, SamplingTensors
 from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.kernels.torch_kernels import TorchKernels
 from paceline.decoder.parallel.vocab_part import VocabPart
 from paceline.eagle.tree import DynamicTree
 from paceline.neuron import graph_sampling
+from paceline.neuron.kernels import TraceableKernels
+from paceline.neuron.step_work import step_work
 from tests.decoder.steps import SAMPLED, STEPS, inputs
 from tests.decoder.tiny import Workshop, fresh
 from tests.eagle.heads import drafter
@@ -149,32 +153,20 @@ def test_kernels_that_read_values_have_one_graph_for_all_modes(workshop: Worksho
 
 
 @pytest.mark.parametrize("fused", [None, False])
-def test_compile_builds_the_graphs_of_all_modes_but_the_widest(workshop: Workshop, fused: bool | None) -> None:
-    target, _ = by_kind(workshop)
-    draft, _ = by_kind(workshop, "draft")
-    generator = SpeculativeGenerator(draft, target, k=3, fused=fused)
-    generator.compile()
-    before = set(made(target, draft))
-    assert {key.sampling for key in before} == {None, "greedy", "top-k", "full"}
-    for kind in ("greedy", "top-k", "full"):
-        assert texts(run(generator, KINDS[kind])) == plain(workshop.decoder(), KINDS[kind])  # type: ignore[index]
-    assert set(made(target, draft)) == before
-    run(generator, KINDS["wide"])
-    assert {key.sampling for key in set(made(target, draft)) - before} == {"wide"}
-
-
-@pytest.mark.parametrize("fused", [None, False])
-def test_compile_builds_the_graphs_of_the_given_modes(workshop: Workshop, fused: bool | None) -> None:
+@pytest.mark.parametrize(("kinds", "later"), [(None, "wide"), (["full", "greedy"], "top-k")])
+def test_compile_builds_the_graphs_of_the_given_modes_or_all_but_the_widest(
+    workshop: Workshop, kinds: list[SamplingKind] | None, later: SamplingKind, fused: bool | None
+) -> None:
     (draft, _), (target, _) = by_kind(workshop, "draft"), by_kind(workshop)
     generator = SpeculativeGenerator(draft, target, k=3, fused=fused)
-    generator.compile(kinds=["full", "greedy"])
-    before = set(made(target, draft))
-    assert {key.sampling for key in before if key.is_round} == {"greedy", "full"}
-    for kind in ("greedy", "full"):
-        run(generator, KINDS[kind])  # type: ignore[index]
+    generator.compile(**({} if kinds is None else {"kinds": kinds}))
+    before, wanted = set(made(target, draft)), kinds or ["greedy", "top-k", "full"]
+    assert {key.sampling for key in before} == {None, *wanted}
+    for kind in wanted:
+        assert texts(run(generator, KINDS[kind])) == plain(workshop.decoder(), KINDS[kind])
     assert set(made(target, draft)) == before
-    run(generator, KINDS["top-k"])
-    assert {key.sampling for key in set(made(target, draft)) - before} == {"top-k"}
+    run(generator, KINDS[later])
+    assert {key.sampling for key in set(made(target, draft)) - before} == {later}
 
 
 def test_unknown_sampling_modes_are_rejected(workshop: Workshop) -> None:
@@ -189,3 +181,57 @@ def test_unknown_sampling_modes_are_rejected(workshop: Workshop) -> None:
 )
 def test_a_graph_key_names_the_sampling_mode_where_it_matters(kind: SamplingKind | None, text: str) -> None:
     assert str(GraphKey("verify", 2, 64, sampling=kind)) == text
+
+
+# ---- what `reject` draws after a rejection
+
+K, SLOTS = 4, 64
+
+
+class Rejecting(nn.Module):
+    """The rule, with the kernels of a graph, in rounds of a kind."""
+
+    def __init__(self, kind: SamplingKind) -> None:
+        super().__init__()
+        self._kind = kind
+
+    def forward(self, *given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        drafts, draft_probs, distribution, positions, params, seeds = given
+        sampling = SamplingTensors(params, seeds, self._kind)
+        seen = TargetView(positions, sampling, K, None, distribution, TraceableKernels().sample_tokens)
+        accepted = Reject()(Proposal(drafts, None, draft_probs), seen)
+        return accepted.path, accepted.count, accepted.token
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+def test_a_residual_of_few_ids_gives_the_same_token_in_every_mode(greedy: bool) -> None:
+    """Some rows are greedy, or all; the target has up to 256 ids of 700, as after top-k, and the draft has others."""
+    dice = torch.Generator().manual_seed(2)
+    rows = [
+        Sampling(temperature=0.0 if greedy or slot % 5 == 0 else 1.3, top_k=(1, 7, 256)[slot % 3], seed=slot)
+        for slot in range(SLOTS)
+    ]
+    sampling = sampling_tensors(rows)
+    distribution = TorchKernels().probabilities(torch.randn(SLOTS, K + 1, 700, generator=dice) * 2, sampling)
+    draft_probs = torch.softmax(torch.randn(SLOTS, K, 700, generator=dice) * 2, -1)
+    drafts = torch.multinomial(draft_probs.flatten(0, 1), 1, generator=dice).view(SLOTS, K).to(torch.int32)
+    positions = torch.arange(9, 10 + K, dtype=torch.int32).expand(SLOTS, -1)
+    given = (drafts, draft_probs, distribution, positions, sampling.params, sampling.seeds)
+    kinds: tuple[SamplingKind, ...] = ("greedy", "top-k", "full", "wide") if greedy else ("top-k", "full", "wide")
+    path, count, token = Rejecting("wide")(*given)
+    assert (count < K).sum() > SLOTS // 2, "most slots draw from a residual"
+    for kind in kinds:
+        made = Rejecting(kind)(*given)
+        assert all(map(torch.equal, made, (path, count, token))), kind
+
+
+@pytest.mark.full  # a cost of graphs for Neuron
+@pytest.mark.parametrize(("kind", "passes", "topk"), [("greedy", 32, 0), ("top-k", 30, 1), ("full", 90, 2)])
+def test_the_cost_of_a_residual_is_that_of_its_sampling_mode(kind: SamplingKind, passes: int, topk: int) -> None:
+    """In rows of the vocabulary, for a chain of four: the ratio tests and the residual, without the probabilities."""
+    width = 128_256
+    sampling, ids = sampling_tensors([Sampling()]), [torch.zeros(1, rows, dtype=torch.int32) for rows in (K, K + 1)]
+    given = (ids[0], torch.zeros(1, K, width), torch.zeros(1, K + 1, width), ids[1])
+    given = (*given, sampling.params, sampling.seeds)
+    found = step_work(Rejecting(kind), given, width, tile=128 * 512).rows
+    assert found.passes <= passes and found.topk <= topk and found.gathered <= 256, found

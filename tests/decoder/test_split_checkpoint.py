@@ -20,7 +20,7 @@ from paceline.decoder.weights.checkpoint import load_weights
 from paceline.decoder.weights.formats import WeightFormat
 from paceline.decoder.weights.hub import checkpoint_path
 from paceline.decoder.weights.quantize import QuantizedTensor, quantize
-from tests.decoder.checkpoints import State, load, refused
+from tests.decoder.checkpoints import FORMATS, State, load, refused
 from tests.decoder.test_weight_files import Attack
 
 INDEX = "key_to_filename.json"
@@ -127,13 +127,7 @@ def nxd(state: State, *, whole: bool) -> State:
 @pytest.mark.parametrize("form", ["safetensors", "bin", "split"])
 @pytest.mark.parametrize("whole", [False, True])
 def test_scales_with_the_names_of_nxd_are_read(tmp_path: Path, state: State, form: str, whole: bool) -> None:
-    tensors = nxd(state, whole=whole)
-    if form == "safetensors":
-        save_file(tensors, tmp_path / "model.safetensors")
-    elif form == "bin":
-        torch.save(tensors, tmp_path / "pytorch_model.bin")
-    else:
-        save_split(tmp_path, tensors)
+    (FORMATS | {"split": save_split})[form](tmp_path, nxd(state, whole=whole))
     loaded = load_weights(tmp_path, ModelConfig.from_pretrained(tmp_path), torch.float32)
     assert loaded.keys() == state.keys()
     expected = eight_bits(state[MATRIX], whole=whole)

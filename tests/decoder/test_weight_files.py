@@ -76,18 +76,9 @@ def test_a_tensor_in_two_shards_is_rejected(tmp_path: Path, state: State) -> Non
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "../model.safetensors",
-        "/etc/model.safetensors",
-        "sub/model.safetensors",
-        "..\\model.safetensors",
-        "c:model.safetensors",
-        "a\0.safetensors",
-        "pytorch_model.bin",
-        "..",
-        "",
-    ],
-)
+    ["../model.safetensors", "/etc/model.safetensors", "sub/model.safetensors", "..\\model.safetensors",
+     "c:model.safetensors", "a\0.safetensors", "pytorch_model.bin", "..", ""],
+)  # fmt: skip
 def test_an_index_may_only_name_files_in_its_folder(tmp_path: Path, state: State, name: str) -> None:
     folder = tmp_path / "checkpoint"
     (folder / "sub").mkdir(parents=True)
@@ -98,15 +89,14 @@ def test_an_index_may_only_name_files_in_its_folder(tmp_path: Path, state: State
     refused(folder, CheckpointError, INDEX, repr(name), "its own folder")
 
 
-@pytest.mark.parametrize("content", ["{}", '{"weight_map": {}}', '{"weight_map": ["a"]}'])
-def test_an_index_without_a_weight_map_is_rejected(tmp_path: Path, state: State, content: str) -> None:
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [("{}", "weight_map"), ('{"weight_map": {}}', "weight_map"), ('{"weight_map": ["a"]}', "weight_map"),
+     ('{"weight_map', "expected JSON, got")],
+)  # fmt: skip
+def test_an_index_without_a_weight_map_is_rejected(tmp_path: Path, state: State, content: str, part: str) -> None:
     (tmp_path / INDEX).write_text(content)
-    refused(tmp_path, CheckpointError, INDEX, "weight_map", "download the file again")
-
-
-def test_an_index_that_is_not_json_is_rejected(tmp_path: Path, state: State) -> None:
-    (tmp_path / INDEX).write_text('{"weight_map')
-    refused(tmp_path, CheckpointError, INDEX, "expected JSON, got")
+    refused(tmp_path, CheckpointError, INDEX, part, "download the file again")
 
 
 class Attack:

@@ -25,11 +25,7 @@ KINDS: dict[str, dict[str, object]] = {
     "llama 3": {
         "tie_word_embeddings": True,
         "rope_scaling": {
-            "rope_type": "llama3",
-            "rope_theta": 5000.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
+            "rope_type": "llama3", "rope_theta": 5000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
             "original_max_position_embeddings": 16,
         },
     },
@@ -38,29 +34,19 @@ KINDS: dict[str, dict[str, object]] = {
     "blocks": {"intermediate_size": 64},
     "blocks of two ranks": {"hidden_size": 64, "head_dim": 16, "intermediate_size": 128},
     "odd": {
-        "hidden_size": 36,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "intermediate_size": 50,
+        "hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 50,
         "vocab_size": 97,
     },
-}
+}  # fmt: skip
 
 
 def network(kind: str = "grouped", *, layers: int = 2, seed: int = 0) -> LlamaForCausalLM:
     """A random model. Layers beyond the first add little, so that a model without them resembles it."""
     shape = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": POSITIONS,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "tie_word_embeddings": False,
-    }
+        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": POSITIONS, "bos_token_id": None,
+        "eos_token_id": None, "tie_word_embeddings": False,
+    }  # fmt: skip
     torch.manual_seed(seed)
     made = LlamaForCausalLM(LlamaConfig(**{**shape, **KINDS[kind], "num_hidden_layers": layers})).eval()
     for name, parameter in made.named_parameters():

@@ -20,6 +20,7 @@ from transformers.generation import LogitsProcessor, LogitsProcessorList, Stoppi
 from paceline import AutoDecoder, HuggingFaceGenerationAdapter
 from paceline.core.errors import ConfigurationError, ContextError, DecoderBusyError, PromptError
 from paceline.decoder import steps
+from paceline.huggingface.adapter import CACHE_FIELD
 from tests.fakes_models import V
 from tests.huggingface.conftest import Both
 
@@ -166,31 +167,16 @@ def test_forward_returns_the_logits_of_every_token(both: Both) -> None:
         made = both.ours(PADDED, attention_mask=mask).logits
         torch.testing.assert_close(made[mask.bool()], expected[mask.bool()], atol=1e-4, rtol=1e-4)
     first = both.ours(PADDED[:, :4], attention_mask=MASK[:, :4], logits_to_keep=1)
-    rest = both.ours(PADDED[:, 4:], attention_mask=MASK, cache=first.get("cache", first.get("past_key_values")))
+    rest = both.ours(PADDED[:, 4:], attention_mask=MASK, cache=first[CACHE_FIELD])
     with torch.no_grad():
         expected = both.theirs(PADDED, attention_mask=MASK, position_ids=(MASK.cumsum(1) - 1).clamp(min=0)).logits
     torch.testing.assert_close(rest.logits, expected[:, 4:], atol=1e-4, rtol=1e-4)
     assert isinstance(both.ours(ONE, return_dict=False), tuple)
 
 
-def test_generation_continues_from_a_returned_cache(both: Both) -> None:
-    """The test follows transformers' test of generation that continues from past keys and values."""
-    whole = assert_same(both, ONE, **GREEDY)
-    head = both.ours.generate(
-        ONE, attention_mask=torch.ones_like(ONE), max_new_tokens=5, pad_token_id=0, return_dict_in_generate=True
-    )
-    cache = head.get("cache", head.get("past_key_values"))
-    text = head.sequences
-    name = "cache" if "cache" in head else "past_key_values"
-    rest = both.ours.generate(
-        text, attention_mask=torch.ones_like(text), max_new_tokens=7, pad_token_id=0, **{name: cache}
-    )
-    assert torch.equal(rest, whole)
-
-
 def test_a_cache_is_cropped_and_reordered(both: Both) -> None:
     out = both.ours(PADDED, attention_mask=MASK)
-    cache = out.get("cache", out.get("past_key_values"))
+    cache = out[CACHE_FIELD]
     cache.crop(-2)
     assert cache.get_seq_length() == 5 and cache.batch_size == 2
     cache.batch_repeat_interleave(2)
@@ -219,7 +205,7 @@ def test_a_prompt_with_many_outputs_is_prefilled_once(both: Both, monkeypatch: p
 
 def test_a_decoders_slots_serve_one_generation_at_a_time(both: Both) -> None:
     out = both.ours(ONE)
-    cache = out.get("cache", out.get("past_key_values"))
+    cache = out[CACHE_FIELD]
     both.decoder.sample([[1, 2, 3]], max_new_tokens=2)
     with pytest.raises(DecoderBusyError, match="another generation has used"):
         both.ours(ONE, cache=cache)
@@ -242,18 +228,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "guidance": ({"guidance_scale": 1.5}, "guidance_scale"),
     "a negative prompt": ({"negative_prompt_ids": ONE}, "negative_prompt_ids"),
     "a static cache": ({"cache_implementation": "static"}, "cache_implementation"),
-    "a paged cache": (
-        {"cache_implementation": "paged"},
-        "cache_implementation",
-    ),
+    "a paged cache": ({"cache_implementation": "paged"}, "cache_implementation"),
     "attentions": ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
     "states": ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
     "right padding": (
-        {"attention_mask": torch.tensor([[1, 1, 1, 1, 0]])},
-        "attention_mask: expected padding on the left, got a row",
+        {"attention_mask": torch.tensor([[1, 1, 1, 1, 0]])}, "attention_mask: expected padding on the left, got a row",
     ),
     "a strange cache": ({"past_key_values": object()}, "past_key_values: expected a cache that this model returned"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers warns of some of these itself

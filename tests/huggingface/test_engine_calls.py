@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import string
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +49,29 @@ def expected(both: Both, ids: Tensor = ONE, **asked: Any) -> Tensor:
     return made
 
 
+DRAFTS: dict[str, Callable[[Both], dict[str, Any]]] = {
+    "a generator's own": lambda _both: {},
+    "a decoder's": lambda both: {"assistant_model": both.draft},
+    "an adapter's": lambda both: {"assistant_model": HuggingFaceGenerationAdapter(both.draft)},
+    "of prompt lookup": lambda _both: {"prompt_lookup_num_tokens": 4, "max_matching_ngram_size": 3},
+}
+
+
 @pytest.mark.parametrize("name", ["greedy", "penalties", "bad words", "a late end"])
-def test_an_assistant_keeps_the_tokens_of_transformers(both: Both, name: str) -> None:
-    asked = CALLS[name]
-    for assistant in (both.draft, HuggingFaceGenerationAdapter(both.draft)):
-        made = both.ours.generate(ONE, attention_mask=torch.ones_like(ONE), assistant_model=assistant, **NEW, **asked)
-        assert torch.equal(made, expected(both, **asked))
-        statistics = both.ours.statistics
-        assert statistics is not None and 0 < statistics.num_accepted_tokens < statistics.num_draft_tokens
+@pytest.mark.parametrize("drafts", DRAFTS)
+def test_drafts_keep_the_tokens_of_transformers(
+    both: Both, drafted: HuggingFaceGenerationAdapter, drafts: str, name: str
+) -> None:
+    """Padding included: processors see it as they do in transformers. Eight rows queue for six slots."""
+    model, asked = both.ours, DRAFTS[drafts](both)
+    rows = [torch.cat((expected(both), ONE), 1)] if "lookup" in drafts else [ONE]
+    if not asked:
+        model, rows = drafted, [ONE, PADDED, PADDED.repeat(4, 1)]
+    for ids in rows:
+        made = model.generate(ids, attention_mask=(ids != 0).long(), **NEW, **CALLS[name], **asked)
+        assert torch.equal(made, expected(both, ids, **CALLS[name]))
+        assert model.statistics is not None and model.statistics.num_draft_tokens > 0
+        assert "assistant_model" not in asked or model.statistics.num_accepted_tokens > 0
 
 
 def characters(text: str) -> PreTrainedTokenizerFast:
@@ -89,26 +105,6 @@ def test_an_assistant_with_another_tokenizer_keeps_the_tokens(
         assert torch.equal(made, expected(both, **asked))
     with pytest.raises(ConfigurationError, match="assistant_tokenizer: expected the target's tokenizer with"):
         both.ours.generate(ONE, assistant_model=assistant, **given, assistant_tokenizer=pair["assistant_tokenizer"])
-
-
-def test_prompt_lookup_keeps_the_tokens(both: Both) -> None:
-    text = torch.cat((expected(both, **GREEDY), ONE), 1)
-    asked: dict[str, Any] = {"attention_mask": torch.ones_like(text), "max_new_tokens": 12, "pad_token_id": 0}
-    made = both.ours.generate(text, prompt_lookup_num_tokens=4, max_matching_ngram_size=3, **asked)
-    assert torch.equal(made, both.theirs.generate(text, **asked))
-    assert both.ours.statistics is not None and both.ours.statistics.num_draft_tokens > 0
-
-
-@pytest.mark.parametrize("name", ["greedy", "penalties", "a late end"])
-def test_a_generator_keeps_the_tokens_of_transformers(
-    both: Both, drafted: HuggingFaceGenerationAdapter, name: str
-) -> None:
-    """Padding included: processors see it as they do in transformers."""
-    asked = CALLS[name]
-    for ids in (ONE, PADDED, PADDED.repeat(4, 1)):  # eight rows, six slots: they queue
-        made = drafted.generate(ids, attention_mask=(ids != 0).long(), **NEW, **asked)
-        assert torch.equal(made, expected(both, ids, **asked))
-        assert drafted.statistics is not None and drafted.statistics.num_draft_tokens > 0
 
 
 def test_sampled_tokens_depend_on_the_seed_and_not_on_drafts(both: Both, drafted: HuggingFaceGenerationAdapter) -> None:

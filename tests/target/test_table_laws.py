@@ -63,18 +63,16 @@ class Foreign(Drafter):
         return Proposal(drawn.view(slots, K).to(torch.int32), None, own.expand(slots, K, len(own)))
 
 
-def follow(text: list[int]) -> list[int]:
-    """A drafter that knows nothing of distributions."""
-    return [(text[-1] + step) % V for step in range(1, K + 1)]
-
-
 MODES: dict[str, tuple[Callable[[], Drafter], AcceptanceRule]] = {
     "plain": (NoDrafter, Match()),
     "match, coupled draft": (lambda: model(MANY, drawn=False), Match()),
     "match, n-gram": (lambda: NgramDrafter(K), Match()),
     "reject, drawn draft": (lambda: model(MANY, drawn=True), Reject()),
     "reject, undrawn draft": (lambda: model(drawn=False), Reject()),
-    "reject, function": (lambda: FunctionDrafter(follow, K), Reject()),
+    "reject, function": (
+        lambda: FunctionDrafter(lambda text: [(text[-1] + 1 + step) % V for step in range(K)], K),
+        Reject(),
+    ),
     "reject, drawn from more ids than there are": (lambda: Foreign(torch.Generator().manual_seed(5)), Reject()),
 }
 

@@ -16,7 +16,7 @@ from paceline.core.sampling import Sampling, sampling_tensors
 from paceline.core.types import PAD, Commit, DraftShape, Proposal, RoundLimits
 from paceline.target.host_verifier import HostVerifier
 from tests.decoder.tiny import Workshop
-from tests.equality.settings import PROMPTS, plain, run, texts
+from tests.equality.settings import PROMPTS, run, texts
 from tests.fakes import TableDecoder
 from tests.target.three_tokens import SlotText
 
@@ -107,13 +107,8 @@ def test_bf16_tokens_differ_from_other_kernels_only_at_near_ties(workshop: Works
 @pytest.mark.parametrize("k", [1, 4])
 def test_a_prompt_of_end_ids_is_continued(k: int) -> None:
     """Rule C48: an end id in the prompt ends nothing, even if the prompt holds nothing else."""
-    wanted = plain_text(TableDecoder(torch.eye(16).roll(1, 1).expand(16, 16, 16) * 9, eos=(3,)), [3, 3])
-    assert wanted == [3, 3, 4, 5, 6]
-    target = TableDecoder(torch.eye(16).roll(1, 1).expand(16, 16, 16) * 9, eos=(3,))
-    source = FunctionDrafter(lambda text: [(text[-1] + step) % 16 for step in range(1, k + 1)], k)
-    made = SpeculativeGenerator(source, target, k=k).sample([[3, 3]], max_new_tokens=3)
-    assert made[0].tolist() == wanted  # type: ignore[index]
-
-
-def plain_text(target: TableDecoder, prompt: list[int]) -> list[int]:
-    return plain(target, {}, prompts=[prompt], new=3)[0]
+    drafts = FunctionDrafter(lambda text: [(text[-1] + step) % 16 for step in range(1, k + 1)], k)
+    for source in (None, drafts):
+        target = TableDecoder(torch.eye(16).roll(1, 1).expand(16, 16, 16) * 9, eos=(3,))
+        made = SpeculativeGenerator(source, target, k=k).sample([[3, 3]], max_new_tokens=3)
+        assert made[0].tolist() == [3, 3, 4, 5, 6]  # type: ignore[index]

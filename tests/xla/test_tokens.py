@@ -9,6 +9,7 @@ import pytest
 from paceline import SpeculativeGenerator, TokenizerPair
 from paceline.auto import SamplingDecoder
 from paceline.draft.retokenizing import RetokenizingDrafter
+from tests.decoder import batched
 from tests.decoder.headed import HEADED
 from tests.decoder.tiny import Workshop
 from tests.draft.tokenizers_of_two import CORPUS, bytes_merged
@@ -126,3 +127,11 @@ def test_rejection_sampling_equals_eager(workshop: Workshop) -> None:
         for backend in ("eager", "xla")
     ]
     assert made[0] == made[1]
+
+
+@pytest.mark.parametrize("mode", [mode for mode in batched.MODES if "static" not in mode])
+def test_batch_buckets_keep_the_tokens_of_one_graph(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """Those of one graph by XLA, and of plain decoding, eager."""
+    batched.check_buckets(workshop, mode, tmp_path, monkeypatch, backend="xla")
