@@ -20,8 +20,8 @@ def target() -> SamplingDecoder:
     )
 
 
-def prompts(which: slice) -> list[list[int]]:
+def prompts(which: slice, *, longest: int | None = 48) -> list[list[int]]:
     """The beginnings of some of the demo's prompts, as ids."""
     tokenizer = AutoTokenizer.from_pretrained(FOLDER / "target")
     lines = (FOLDER / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
-    return [tokenizer(json.loads(line)["prompt"]).input_ids[:48] for line in lines[which]]
+    return [tokenizer(json.loads(line)["prompt"]).input_ids[:longest] for line in lines[which]]
