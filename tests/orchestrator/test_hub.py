@@ -120,14 +120,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
     heads.mkdir()
     (heads / "config.json").write_text(json.dumps({"medusa_num_heads": 1, "medusa_num_layers": 1}))
     torch.manual_seed(0)
-    torch.save(
-        {
-            "0.0.linear.weight": torch.randn(32, 32),
-            "0.0.linear.bias": torch.randn(32),
-            "0.1.weight": torch.randn(96, 32),
-        },
-        heads / "medusa_lm_head.pt",
-    )
+    shapes = {"0.0.linear.weight": (32, 32), "0.0.linear.bias": (32,), "0.1.weight": (96, 32)}
+    torch.save({name: torch.randn(shape) for name, shape in shapes.items()}, heads / "medusa_lm_head.pt")
     (root / "tiny" / "empty").mkdir()
     (root / "tiny" / "empty" / "config.json").write_text("{}")
     files = root / "tiny" / "files"
@@ -157,23 +151,12 @@ def hub(served: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
 def test_hub_ids_are_distinguished_from_paths() -> None:
     assert HubId.parse("Qwen/Qwen3-0.6B") == HubId("Qwen/Qwen3-0.6B")
     assert HubId.parse("o/n@refs/pr/1") == HubId("o/n", "refs/pr/1") and str(HubId("o/n", "v1")) == "o/n@v1"
-    assert (
-        HubId.parse("o/n@v1:Q4_K_M") == HubId("o/n", "v1", "Q4_K_M") and str(HubId("o/n", None, "Q8_0")) == "o/n:Q8_0"
-    )
-    for text in (
-        "o/n:k=3",
-        "o/n:",
-        "smollm2",
-        "./a/b",
-        "/a/b",
-        "a/b/c",
-        "a/b.gguf",
-        "a/../b",
-        "a/b@",
-        "~/model",
-        "a\\b",
-        "",
-    ):
+    assert HubId.parse("o/n@v1:Q4_K_M") == HubId("o/n", "v1", "Q4_K_M")
+    assert str(HubId("o/n", None, "Q8_0")) == "o/n:Q8_0"
+    wrong = (
+        "o/n:k=3", "o/n:", "smollm2", "./a/b", "/a/b", "a/b/c", "a/b.gguf", "a/../b", "a/b@", "~/model", "a\\b", "",
+    )  # fmt: skip
+    for text in wrong:
         assert HubId.parse(text) is None, text
 
 
@@ -181,19 +164,15 @@ def test_a_hub_id_is_downloaded_once_without_code_and_decodes(hub: Hub) -> None:
     decoder = AutoDecoder.from_pretrained("tiny/target", backend="eager", amp="f32")
     folder = checkpoint_path("tiny/target")
     assert decoder.folder == folder and folder.name == MAIN
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "config.json", "generation_config.json", "model.safetensors",
-    ]  # fmt: skip
-    plain = AutoDecoder.from_pretrained(hub.root / "tiny" / "target", backend="eager", amp="f32")
+    kept = ["config.json", "generation_config.json", "model.safetensors"]
+    assert sorted(path.name for path in folder.iterdir()) == kept
     wishes: dict[str, Any] = {"max_new_tokens": 12, "do_sample": True, "seed": 3}
+    plain = AutoDecoder.from_pretrained(hub.root / "tiny" / "target", backend="eager", amp="f32")
     expected = plain.sample([[5, 6, 7]], **wishes)
     assert torch.equal(decoder.sample([[5, 6, 7]], **wishes), expected)
-    draft = AutoDecoder.from_pretrained("tiny/pickled@main", backend="eager", amp="f32")  # no safetensors: a pickle
-    assert torch.equal(SpeculativeGenerator(draft, decoder, k=2).sample([[5, 6, 7]], **wishes), expected)
-    by_spec = SpeculativeGenerator("tiny/draft:k=3", decoder)
-    assert torch.equal(by_spec.sample([[5, 6, 7]], **wishes), expected)
-    heads = AutoDrafter.from_pretrained("tiny/medusa@old", decoder)
-    assert torch.equal(SpeculativeGenerator(heads, decoder).sample([[5, 6, 7]], **wishes), expected)
+    pickled = AutoDecoder.from_pretrained("tiny/pickled@main", backend="eager", amp="f32")  # without safetensors
+    for draft in (pickled, "tiny/draft:k=3", AutoDrafter.from_pretrained("tiny/medusa@old", decoder)):
+        assert torch.equal(SpeculativeGenerator(draft, decoder).sample([[5, 6, 7]], **wishes), expected)
     (model,) = models_of([{"name": "t", "path": "tiny/target"}], folder=Path(), where="models.yaml")
     assert model.folder == folder.resolve()
     hub.asked.clear()
@@ -270,7 +249,5 @@ def test_fetch_prints_the_folder_and_its_progress(hub: Hub) -> None:
     assert done.exit_code == 0 and Path(done.stdout.strip()).name == OLD
     assert "fetching tiny/draft@old from the Hugging Face hub" in done.stderr
     refused = call("fetch", "tiny/nothing")
-    assert (
-        refused.exit_code == 2
-        and "expected a folder or a model on the Hugging Face hub that" in refused.stderr.replace("\n", " ")
-    )
+    said = refused.stderr.replace("\n", " ")
+    assert refused.exit_code == 2 and "expected a folder or a model on the Hugging Face hub that" in said
