@@ -162,7 +162,7 @@ def test_acceptance_rules_are_parsed() -> None:
         ({"draft": "ngram", "confidence_threshold": True}, "confidence_threshold: expected .*, got True"),
         ({"draft": "ngram", "confidence_threshold": float("nan")}, "confidence_threshold: expected .*, got nan"),
         ({"draft": "ngram", "synthetic_acceptance": -0.1}, "synthetic_acceptance: expected .*, got -0.1"),
-        ({"draft": "ngram", "vocabulary": "other"}, "vocabulary: expected 'same'"),
+        ({"draft": "ngram", "vocabulary": "other"}, "vocabulary: expected 'same', 'intersection', 'retokenize'"),
         ({"draft": "ngram", "acceptor": "reject", "synthetic_acceptance": 0.5}, "no acceptor with it, got 'reject'"),
         ({"acceptor": "typical"}, "acceptor: expected a drafter with it, got draft=None"),
         ({"synthetic_acceptance": 0.5}, "synthetic_acceptance: expected a drafter"),
