@@ -27,13 +27,15 @@ def whole(prompt: list[int]) -> list[int]:
     return texts(run(SpeculativeGenerator(None, target()), [prompt]))[0]
 
 
-@pytest.mark.parametrize("k", [0, 4, 30])
 @pytest.mark.parametrize("drafter", ["self", "oracle", "ngram", "none"])
 @pytest.mark.parametrize(
-    ("size", "new", "length"),
+    ("k", "size", "new", "length"),
     [
-        *((5, *limits) for limits in ((1, None), (2, 13), (5, None), (6, N), (40, 6), (None, 7), (40, N), (None, 13))),
-        *((size, None, None) for size in (1, 5, 8, 9, 17, N - 5, N - 1)),
+        *(
+            (4, 5, *limits)
+            for limits in ((1, None), (2, 13), (5, None), (6, N), (40, 6), (None, 7), (40, N), (None, 13))
+        ),
+        *((k, size, None, None) for k in (0, 4, 30) for size in (1, 5, 8, 9, 17, N - 5, N - 1)),
     ],
 )
 def test_length_limits_are_exact(drafter: str, k: int, size: int, new: int | None, length: int | None) -> None:

@@ -59,7 +59,7 @@ def generator(slots: int = 1, *, k: int = 4, acceptor: str = "match") -> Specula
 
 @pytest.mark.parametrize("stops", [False, True])
 def test_a_streamer_gets_the_prompt_and_then_every_token_once(stops: bool) -> None:
-    """And nothing behind a stop."""
+    """And nothing after a stop."""
     heard, asked = Heard(), {"max_new_tokens": 17}
     text: Any = generator().sample([PROMPTS[0]], **asked)
     eos = int(text[0, 12])
