@@ -170,7 +170,7 @@ BLOCKS_REFUSED = {
 def test_every_published_block_head_has_a_verdict_and_a_table_row() -> None:
     names = {path.stem for path in FOLDER.glob("*.json")}
     assert names == BLOCKS.keys() | BLOCKS_REFUSED.keys()
-    table = (FOLDER / "BLOCKSME.md").read_text()
+    table = (FOLDER / "README.md").read_text()
     assert all(f"`{name}`" in table and entry(name)["looked_up"] in table for name in names)
     assert all(is_dflash_config(entry(name)["config"]) for name in names)
 
