@@ -79,7 +79,7 @@ def loaded(path: str | Path) -> SamplingDecoder:
 
 
 def nothing_kept() -> bool:
-    return [path.suffix for path in models_folder().iterdir()] in ([], [".lock"])
+    return {path.suffix for path in models_folder().iterdir()} <= {".lock"}
 
 
 def test_a_fetched_model_is_a_folder_found_by_name(row: KnownModel, index: Path) -> None:
