@@ -40,9 +40,11 @@ def saved(made: LlamaForCausalLM, folder: Path, *, words: dict[str, int] | None 
     return folder
 
 
-def load(folder: Path, *, slots: int = 1, positions: int | list[int] = POSITIONS) -> SamplingDecoder:
+def load(
+    folder: Path, *, slots: int = 1, positions: int | list[int] = POSITIONS, backend: str = "eager"
+) -> SamplingDecoder:
     return AutoDecoder.from_pretrained(
-        folder, batch_size=slots, n_positions=positions, context_length_estimate=[8, 16], amp="f32", backend="eager"
+        folder, batch_size=slots, n_positions=positions, context_length_estimate=[8, 16], amp="f32", backend=backend
     )
 
 

@@ -49,7 +49,9 @@ Depth = int | Sequence[int]
 
 SPAN = (0, 1, 2, 4, 8)
 BRANCHES = (-1, -1, 0, 0, 1, 2)
+SHAPE = tree.draft_shape(BRANCHES)
 TREE = f"tree:{','.join(map(str, BRANCHES))}"
+SAME = VocabMap(VOCABULARY, VOCABULARY)
 CHOICES = Choices.of([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
 
 
@@ -125,9 +127,9 @@ def _given(draft: object, **options: object) -> Callable[[Home, Depth], Speculat
     return make
 
 
-def _own(draft: Callable[[int], object]) -> Callable[[Home, Depth], SpeculativeGenerator]:
+def _made(draft: Callable[[Home, int], object]) -> Callable[[Home, Depth], SpeculativeGenerator]:
     """A drafter object of a depth."""
-    return lambda home, k: home.generator(draft(deepest(k)), k)
+    return lambda home, k: home.generator(draft(home, deepest(k)), k)
 
 
 def _choice(*drafts: object, **options: object) -> Callable[[Home, Depth], SpeculativeGenerator]:
@@ -141,20 +143,18 @@ def _choice(*drafts: object, **options: object) -> Callable[[Home, Depth], Specu
     return make
 
 
-def _choice_of_heads(home: Home, k: Depth) -> SpeculativeGenerator:
+def _choice_of_heads(home: Home, k: int) -> ChoiceDrafter:
     """One of the drafters reads the target's states."""
-    heads = eagle_head(home.folder / "eagle 3", home.target, 3, Chain(deepest(k)))
-    drafter = ChoiceDrafter([NgramDrafter(deepest(k)), heads], choose_by="length")
-    return home.generator(drafter, k)
+    heads = eagle_head(home.folder / "eagle 3", home.target, 3, Chain(k))
+    return ChoiceDrafter([NgramDrafter(k), heads], choose_by="length")
 
 
-def _intersection(home: Home, k: Depth) -> SpeculativeGenerator:
+def _intersection(home: Home, k: int) -> ModelDrafter:
     """Two of three tokens are known to both, under other ids."""
     order = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(5)).tolist()
     names = {(f"w{i}" if i % 3 else f"other{i}"): order[i] for i in range(VOCABULARY)}
     words = {f"w{i}": i for i in range(VOCABULARY)}
-    vocabulary = IntersectionVocabMap(words, names, sizes=(VOCABULARY, VOCABULARY))
-    return home.generator(ModelDrafter(home.draft, deepest(k), vocabulary=vocabulary), k)
+    return ModelDrafter(home.draft, k, vocabulary=IntersectionVocabMap(words, names, sizes=(VOCABULARY, VOCABULARY)))
 
 
 @cache
@@ -163,123 +163,75 @@ def tokenizers() -> TokenizerPair:
     return TokenizerPair(target=bytes_merged(80), draft=bytes_merged(52))
 
 
-def _pard(home: Home, k: Depth) -> SpeculativeGenerator:
-    vocabulary = VocabMap(VOCABULARY, VOCABULARY)
-    return home.generator(PardDrafter(home.draft, deepest(k), mask=7, vocabulary=vocabulary), k)
-
-
-def _pard_tree(home: Home, k: Depth) -> SpeculativeGenerator:
-    vocabulary = VocabMap(VOCABULARY, VOCABULARY)
-    return home.generator(PardDrafter(home.draft, tree.draft_shape(BRANCHES), mask=7, vocabulary=vocabulary), k)
-
-
 def _block(variant: str, draft_tree: str = "chain") -> Callable[[Home, Depth], SpeculativeGenerator]:
-    def make(home: Home, k: Depth) -> SpeculativeGenerator:
-        made = block_head(home.folder / variant, home.target, variant, deepest(k), draft_tree=draft_tree)
-        return home.generator(made, k)
-
-    return make
-
-
-def _retokenizing(home: Home, k: Depth) -> SpeculativeGenerator:
-    return home.generator(home.draft, k, vocabulary=tokenizers())
+    return _made(lambda home, k: block_head(home.folder / variant, home.target, variant, k, draft_tree=draft_tree))
 
 
 def _medusa(choices: Choices | None) -> Callable[[Home, Depth], SpeculativeGenerator]:
-    def make(home: Home, k: Depth) -> SpeculativeGenerator:
+    def make(home: Home, k: int) -> MedusaDrafter:
         target, folder = home.target, home.folder / f"medusa {k}"
-        sizes = MedusaConfig(max(3, deepest(k)), 1, target.config.hidden_size, VOCABULARY, tied=True)
+        sizes = MedusaConfig(max(3, k), 1, target.config.hidden_size, VOCABULARY, tied=True)
         torch.manual_seed(0)
         checkpoint.save(folder, sizes, {name: torch.randn(size) * 0.2 for name, size in sizes.shapes().items()})
-        tree = Choices.chain(deepest(k)) if choices is None else choices
-        return home.generator(MedusaDrafter.from_pretrained(folder, target, draft_tree=tree), k)
+        return MedusaDrafter.from_pretrained(folder, target, draft_tree=choices or Choices.chain(k))
 
-    return make
+    return _made(make)
 
 
 def _eagle(
     version: int, draft_tree: Callable[[int], DraftTree], **changes: object
 ) -> Callable[[Home, Depth], SpeculativeGenerator]:
-    def make(home: Home, k: Depth) -> SpeculativeGenerator:
-        folder = home.folder / f"eagle {version} {', '.join(changes)}"
-        return home.generator(eagle_head(folder, home.target, version, draft_tree(deepest(k)), **changes), k)
+    def make(home: Home, k: int) -> object:
+        return eagle_head(
+            home.folder / f"eagle {version} {', '.join(changes)}", home.target, version, draft_tree(k), **changes
+        )
 
-    return make
-
-
-def _mtp(home: Home, k: Depth) -> SpeculativeGenerator:
-    return home.generator(mtp(home.target, deepest(k)), k)
-
-
-def _mtp_tree(home: Home, k: Depth) -> SpeculativeGenerator:
-    return home.generator(mtp(home.target, tree.draft_shape(BRANCHES)), k)
-
-
-def _model_tree(home: Home, k: Depth) -> SpeculativeGenerator:
-    vocabulary = VocabMap(VOCABULARY, VOCABULARY)
-    return home.generator(ModelDrafter(home.draft, tree.draft_shape(BRANCHES), vocabulary=vocabulary), k)
+    return _made(make)
 
 
 def _mlp_speculator(draft_tree: str = "chain") -> Callable[[Home, Depth], SpeculativeGenerator]:
-    def make(home: Home, k: Depth) -> SpeculativeGenerator:
-        made = mlp_speculator(home.folder / f"mlp {k}", home.target, deepest(k), draft_tree=draft_tree)
-        return home.generator(made, k)
-
-    return make
+    return _made(lambda home, k: mlp_speculator(home.folder / f"mlp {k}", home.target, k, draft_tree=draft_tree))
 
 
-def _assistant(home: Home, k: Depth) -> SpeculativeGenerator:
-    return home.generator(assistant(home.target, deepest(k)), k)
-
-
-def _assistant_tree(home: Home, k: Depth) -> SpeculativeGenerator:
-    return home.generator(assistant(home.target, tree.draft_shape(BRANCHES)), k)
-
-
-def _layerskip(home: Home, k: Depth) -> SpeculativeGenerator:
-    return home.generator(LayerSkipDrafter(deepest(k), home.target, layers=1), k)
-
-
-def _remote(home: Home, k: Depth) -> SpeculativeGenerator:
+def _remote(home: Home, k: int) -> RemoteDrafter:
     """A drafter over a socket; the other end is a thread, which saves the time to start a process."""
     address, secret = Address(path=str(home.folder / f"socket {k} {home.slots}")), b"a secret of the tests"
-    slots, vocabulary, decoder = home.slots, VocabMap(VOCABULARY, VOCABULARY), home.draft.sibling()
-    server = DraftServer(
-        listen(address),
-        secret,
-        UnpooledDrafters(lambda _: ModelDrafter(decoder, deepest(k), vocabulary=vocabulary)),
-    )
+    decoder = home.draft.sibling()
+    drafters = UnpooledDrafters(lambda _: ModelDrafter(decoder, k, vocabulary=SAME))
+    server = DraftServer(listen(address), secret, drafters)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     home.stack.callback(thread.join)
     home.stack.callback(server.stop)
-    contract = DrafterContract(deepest(k), slots, VOCABULARY, max_positions=decoder.n_positions)
+    contract = DrafterContract(k, home.slots, VOCABULARY, max_positions=decoder.n_positions)
     drafter = RemoteDrafter(contract, DrafterEndpoint(address, secret))
     home.stack.callback(drafter.close)
     assert drafter.wait_until_up(30)
-    return home.generator(drafter, k)
+    return drafter
 
 
 ROWS: dict[str, Row] = {
     "none": Row("none", _given(None), drafts=False),
     "none, by name": Row("none", _given("none"), drafts=False),
     "ngram": Row("ngram", _given("ngram"), depths=SPAN),
-    "ngram, first": Row("ngram", _own(lambda k: NgramDrafter(k, prefer="first", prompt_lookup_max=2))),
+    "ngram, first": Row("ngram", _made(lambda _, k: NgramDrafter(k, prefer="first", prompt_lookup_max=2))),
     "suffix": Row("suffix", _given("suffix"), drafts=False),
-    "suffix, with a corpus": Row("suffix", _own(lambda k: SuffixDrafter(k, min_match=1, max_cached_tokens=60))),
-    "function": Row("function", _own(lambda k: FunctionDrafter(again, k))),
+    "suffix, with a corpus": Row("suffix", _made(lambda _, k: SuffixDrafter(k, min_match=1, max_cached_tokens=60))),
+    "function": Row("function", _made(lambda _, k: FunctionDrafter(again, k))),
     "model": Row("model", _given("draft", fused=False), depths=SPAN),
     "model, fused": Row("model", _given("draft", fused=True), depths=SPAN[1:]),
     "model, any width": Row("model", _given("draft", exact=False)),
     "model, in doubt": Row("model", _given("draft", confidence_threshold=0.3)),
-    "PARD": Row("pard", _pard),
-    "PARD static tree": Row("pard", _pard_tree, depths=(3,)),
+    "PARD": Row("pard", _made(lambda home, k: PardDrafter(home.draft, k, mask=7, vocabulary=SAME))),
+    "PARD static tree": Row(
+        "pard", _made(lambda home, _: PardDrafter(home.draft, SHAPE, mask=7, vocabulary=SAME)), depths=(3,)
+    ),
     "list: suffix, ngram, model": Row("fallback", _given(["suffix", "ngram", "draft"])),
     "list: model, function": Row("fallback", _given(["draft", again])),
     "choice: model, function, by speed": Row("choice", _choice("draft", again)),
-    "choice: ngram, EAGLE 3 chain": Row("choice", _choice_of_heads),
-    "intersection": Row("model", _intersection),
-    "retokenize": Row("retokenizing", _retokenizing),
+    "choice: ngram, EAGLE 3 chain": Row("choice", _made(_choice_of_heads)),
+    "intersection": Row("model", _made(_intersection)),
+    "retokenize": Row("retokenizing", lambda home, k: home.generator(home.draft, k, vocabulary=tokenizers())),
     "list: ngram, retokenize": Row(
         "fallback",
         lambda home, k: home.generator(["ngram", home.draft], k, vocabulary=tokenizers()),
@@ -302,19 +254,23 @@ ROWS: dict[str, Row] = {
     "DSpark": Row("dflash", _block("DSpark")),
     "DFlash static tree": Row("dflash", _block("DFlash", TREE), depths=(3,)),
     "DSpark static tree": Row("dflash", _block("DSpark", TREE), depths=(3,)),
-    "MTP": Row("mtp", _mtp),
-    "MTP static tree": Row("mtp", _mtp_tree, depths=(3,)),
-    "model static tree": Row("model", _model_tree, depths=(3,)),
+    "MTP": Row("mtp", _made(lambda home, k: mtp(home.target, k))),
+    "MTP static tree": Row("mtp", _made(lambda home, _: mtp(home.target, SHAPE)), depths=(3,)),
+    "model static tree": Row(
+        "model", _made(lambda home, _: ModelDrafter(home.draft, SHAPE, vocabulary=SAME)), depths=(3,)
+    ),
     "MLP speculator": Row("mlp_speculator", _mlp_speculator()),
     "MLP speculator static tree": Row("mlp_speculator", _mlp_speculator(TREE), depths=(3,)),
-    "Gemma 4 assistant": Row("gemma4_assistant", _assistant),
-    "Gemma 4 assistant static tree": Row("gemma4_assistant", _assistant_tree, depths=(3,)),
-    "LayerSkip": Row("layerskip", _layerskip),
+    "Gemma 4 assistant": Row("gemma4_assistant", _made(lambda home, k: assistant(home.target, k))),
+    "Gemma 4 assistant static tree": Row(
+        "gemma4_assistant", _made(lambda home, _: assistant(home.target, SHAPE)), depths=(3,)
+    ),
+    "LayerSkip": Row("layerskip", _made(lambda home, k: LayerSkipDrafter(k, home.target, layers=1))),
     "LayerSkip static tree": Row("layerskip", _given(f"layerskip:layers=1,draft_tree={TREE}"), depths=(3,)),
     "list: ngram, LayerSkip": Row(
         "fallback", lambda home, k: home.generator(["ngram", ("layerskip:layers=1", deepest(k))], k)
     ),
-    "remote": Row("remote", _remote),
+    "remote": Row("remote", _made(_remote)),
 }
 
 ROWS |= {

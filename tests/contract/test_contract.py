@@ -26,6 +26,7 @@ from paceline.decoder.prefix_cache import PrefixCache
 from paceline.draft.choice import FallbackDrafter
 from paceline.draft.ngram import NgramDrafter
 from paceline.registry import ACCEPTANCE_RULES, DRAFTERS, resolve
+from tests import sampled
 from tests.contract.drafters import ROWS, Depth, Home, Row
 from tests.decoder.tiny import Workshop
 from tests.draft.tokenizers_of_two import CORPUS, bytes_merged
@@ -82,9 +83,15 @@ def plain(target: Sampler, prompts: list[list[int]], asked: Asked) -> list[list[
 
 
 def run(sampler: Sampler, prompts: list[list[int]], asked: Asked) -> GenerationResult:
-    made = sampler.sample(prompts, return_dict=True, **{"max_new_tokens": NEW, **asked})
-    assert isinstance(made, GenerationResult)
-    return made
+    return sampled.run(sampler, prompts, **{"max_new_tokens": NEW, **asked})
+
+
+def watch(monkeypatch: pytest.MonkeyPatch, wrap: Callable[[CompiledDecoder, GraphKey, Step], Step]) -> None:
+    """Put something around every graph of a decoder."""
+    graph = CompiledDecoder.graph
+    monkeypatch.setattr(
+        CompiledDecoder, "graph", lambda self, key, *rest, **more: wrap(self, key, graph(self, key, *rest, **more))
+    )
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
@@ -137,13 +144,8 @@ def test_fused_and_separate_graphs_draft_the_same(make: Make) -> None:
 )
 def test_a_round_is_one_graph(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading the commit, drafting, the target's pass, acceptance and compaction are one call in each round."""
-    calls, graph = list[GraphKey](), CompiledDecoder.graph
-
-    def counted(decoder: CompiledDecoder, key: GraphKey, *rest: Any, **options: Any) -> Step:
-        step = graph(decoder, key, *rest, **options)
-        return lambda *inputs: (calls.append(key), step(*inputs))[1]
-
-    monkeypatch.setattr(CompiledDecoder, "graph", counted)
+    calls = list[GraphKey]()
+    watch(monkeypatch, lambda _, key, step: lambda *inputs: (calls.append(key), step(*inputs))[1])
     result = run(make(slots=1, fused=True)[0], PROMPTS[:1], {"max_new_tokens": 20})
     rounds = [key for key in calls if key.is_round]
     assert len(rounds) == result.statistics.num_rounds > 3
@@ -160,18 +162,16 @@ def test_slots_without_a_request_change_no_token(make: Make) -> None:
 
 def test_several_outputs_of_a_prompt_prefill_it_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     generator, target = make()
-    reads, graph, asked = [], CompiledDecoder.graph, {**COOL, "n": 3}
+    reads, asked = [], {**COOL, "n": 3}
 
-    def counted(decoder: CompiledDecoder, key: GraphKey, *rest: Any, **options: Any) -> Step:
-        step = graph(decoder, key, *rest, **options)
-
+    def counted(decoder: CompiledDecoder, key: GraphKey, step: Step) -> Step:
         def read(tokens: Tensor, row: Tensor, *others: Tensor) -> list[Tensor]:
             reads.extend([decoder.body] if row == 0 else [])  # behind row 0, a drafter reads what it has missed
             return step(tokens, row, *others)
 
         return read if key.kind == "prefill" else step
 
-    monkeypatch.setattr(CompiledDecoder, "graph", counted)
+    watch(monkeypatch, counted)
     found = texts(run(generator, PROMPTS[:1], asked))
     assert reads and len(reads) == len(set(map(id, reads))), "once by every model"
     monkeypatch.setattr(PrefixCache, "find", lambda *_: None)

@@ -12,12 +12,13 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from paceline import AutoDecoder, GenerationResult, SpeculativeGenerator
+from paceline import AutoDecoder, SpeculativeGenerator
 from paceline.auto import Sampler
 from paceline.decoder.prefix_cache import CachedPrompt, PrefixCache
 from paceline.decoder.steps import prefill
+from tests import sampled
 from tests.contract.drafters import ROWS, Home
-from tests.decoder.tiny import CHUNK, POSITIONS, Workshop, fresh
+from tests.decoder.tiny import CHUNK, Workshop, fresh
 
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.9, "top_k": 20}
 _IDS = random.Random(3).choices(range(3, 80), k=60)
@@ -26,9 +27,7 @@ PROMPTS = [_IDS[:40], [*_IDS[:35], 9, 9, 9], _IDS, _IDS[:40], [7, 8], [*_IDS[:17
 
 
 def texts(sampler: Sampler, prompts: list[list[int]], asked: dict[str, Any]) -> list[list[int]]:
-    made = sampler.sample(prompts, return_dict=True, max_new_tokens=6, seed=[5] * len(prompts), **asked)
-    assert isinstance(made, GenerationResult)
-    return [line[:length].tolist() for line, length in zip(made.sequences, made.lengths, strict=True)]
+    return sampled.texts(sampled.run(sampler, prompts, max_new_tokens=6, seed=[5] * len(prompts), **asked))
 
 
 Calls = Sequence[tuple[list[list[int]], dict[str, Any]]]
@@ -83,19 +82,6 @@ def test_cached_rows_are_bitwise_identical_to_prefilled_rows(workshop: Workshop)
         prefill(target, slot ^ 1, _IDS)
         wanted = [one[slot ^ 1, :, : len(_IDS)] for pair in target.body.caches for one in pair]
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), backend
-
-
-@pytest.mark.usefixtures("two_ranks")
-def test_a_tensor_parallel_model_copies_prefixes_on_every_rank(workshop: Workshop) -> None:
-    shape: dict[str, Any] = {"n_positions": [POSITIONS], "context_length_estimate": [CHUNK], "amp": "f32"}
-    target = AutoDecoder.from_pretrained(workshop.checkpoint(), batch_size=4, tp_degree=2, backend="eager", **shape)
-    try:
-        generator = SpeculativeGenerator(None, target, k=3, prefix_caching=True)
-        wanted = texts(SpeculativeGenerator(None, target), PROMPTS, {})
-        assert texts(generator, PROMPTS, {}) == wanted
-        assert generator.statistics.prefix_cache_hits >= 4 * CHUNK
-    finally:
-        target.close()
 
 
 def test_the_slot_with_the_longest_prefix_is_reused_unless_too_much_is_overwritten() -> None:

@@ -13,12 +13,13 @@ from functools import cache
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline import FunctionDrafter, GenerationResult, SpeculativeGenerator, TokenizerPair
+from paceline import FunctionDrafter, SpeculativeGenerator, TokenizerPair
 from paceline.auto import Sampler
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.draft.model import ModelDrafter
 from paceline.draft.suffix import SuffixDrafter
 from paceline.draft.vocab_map import IntersectionVocabMap
+from tests import sampled
 from tests.draft.tokenizers_of_two import bytes_merged
 from tests.fakes import AnyLength, TableDecoder, near, rebuild, table
 
@@ -122,10 +123,8 @@ def made(case: Case) -> SpeculativeGenerator:
 
 
 def run(sampler: Sampler, prompts: list[list[int]], **asked: object) -> tuple[list[list[int]], list[str]]:
-    done = sampler.sample(prompts, return_dict=True, tokenizer=TOKENIZERS.target, **asked)  # type: ignore[arg-type]
-    assert isinstance(done, GenerationResult)
-    rows = [row[:size].tolist() for row, size in zip(done.sequences, done.lengths, strict=True)]
-    return rows, list(done.finish_reasons)
+    done = sampled.run(sampler, prompts, tokenizer=TOKENIZERS.target, **asked)
+    return sampled.texts(done), list(done.finish_reasons)
 
 
 PLAIN: dict[str, tuple[list[int], str]] = {}

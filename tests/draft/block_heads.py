@@ -47,25 +47,15 @@ def fields(target: Configured, variant: str, **changes: object) -> dict[str, Any
     own = VARIANTS[variant]
     block = {"block_size": BLOCK, "mask_token_id": MASK, "target_layer_ids": [-1, *range(sizes.num_layers - 1)]}
     return {
-        "model_type": "qwen3",
-        "hidden_size": sizes.hidden_size,
-        "intermediate_size": 40,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "vocab_size": sizes.vocab_size,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "max_position_embeddings": 4096,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "use_sliding_window": True,
-        "sliding_window": 9,
+        "model_type": "qwen3", "hidden_size": sizes.hidden_size, "intermediate_size": 40, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": sizes.vocab_size,
+        "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 4096,
+        "layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": True, "sliding_window": 9,
         "num_target_layers": sizes.num_layers,
         **own,
         "dflash_config": {**block, **own.get("dflash_config", {})},
         **changes,
-    }
+    }  # fmt: skip
 
 
 def tensors(target: Configured, told: dict[str, Any], *, seed: int = 1) -> dict[str, Tensor]:

@@ -33,16 +33,10 @@ def random_weights(shapes: dict[str, tuple[int, ...]], *, seed: int = 1) -> dict
 def mtp_config(hidden_size: int, vocab_size: int, layout: MtpLayout = SPECULATORS) -> MtpConfig:
     """A small layer of the layout's family."""
     fields = {
-        "model_type": layout.families[0],
-        "hidden_size": hidden_size,
-        "vocab_size": vocab_size,
-        "intermediate_size": 48,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 128,
-    }
+        "model_type": layout.families[0], "hidden_size": hidden_size, "vocab_size": vocab_size,
+        "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 8, "max_position_embeddings": 128,
+    }  # fmt: skip
     return MtpConfig(layout, ModelConfig.from_fields(Fields(fields, "a random layer")))
 
 
@@ -64,9 +58,8 @@ def mlp_speculator(
     draft_tree: str = "chain",
 ) -> MlpSpeculatorDrafter:
     """A drafter with random stages, through the disk, under the names of published files."""
-    sizes = MlpSpeculatorConfig(
-        max(k, 2), target.config.hidden_size, 24, target.config.vocab_size, tied=tied, scale_input=scale_input
-    )
+    shape = target.config.hidden_size, 24, target.config.vocab_size
+    sizes = MlpSpeculatorConfig(max(k, 2), *shape, tied=tied, scale_input=scale_input)
     weights = random_weights(sizes.shapes())
     for name in weights:
         if name.startswith("head"):
@@ -78,18 +71,11 @@ def mlp_speculator(
 def save_mlp_speculator(folder: Path, sizes: MlpSpeculatorConfig, weights: dict[str, Tensor]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     config = {
-        "architectures": ["MLPSpeculatorPreTrainedModel"],
-        "emb_dim": sizes.hidden_size,
-        "inner_dim": sizes.inner_size,
-        "model_type": "mlp_speculator",
-        "n_candidates": 5,
-        "n_predict": sizes.stages,
-        "scale_input": sizes.scale_input,
-        "tie_weights": sizes.tied,
-        "top_k_tokens_per_head": [1] * sizes.stages,
-        "torch_dtype": "float16",
-        "vocab_size": sizes.vocab_size,
-    }
+        "architectures": ["MLPSpeculatorPreTrainedModel"], "model_type": "mlp_speculator", "torch_dtype": "float16",
+        "emb_dim": sizes.hidden_size, "inner_dim": sizes.inner_size, "vocab_size": sizes.vocab_size,
+        "n_candidates": 5, "n_predict": sizes.stages, "top_k_tokens_per_head": [1] * sizes.stages,
+        "scale_input": sizes.scale_input, "tie_weights": sizes.tied,
+    }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
     save_file({f"speculator.{name}": x for name, x in weights.items()}, folder / "model.safetensors")
 
@@ -98,38 +84,21 @@ def save_mtp(folder: Path, target: ModelConfig) -> dict[str, Tensor]:
     """Write a random layer for a Qwen3 as the speculators library does; return its tensors without their prefix."""
     folder.mkdir(parents=True, exist_ok=True)
     layer = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "attention_bias": False,
-        "head_dim": target.head_dim,
-        "hidden_act": "silu",
-        "hidden_size": target.hidden_size,
-        "intermediate_size": target.intermediate_size,
-        "layer_types": ["full_attention"] * target.num_layers,
-        "max_position_embeddings": target.max_position_embeddings,
-        "max_window_layers": 28,
-        "model_type": "qwen3",
-        "num_attention_heads": target.num_heads,
-        "num_hidden_layers": target.num_layers,
-        "num_key_value_heads": target.num_kv_heads,
-        "rms_norm_eps": target.rms_norm_eps,
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu", "attention_bias": False,
+        "head_dim": target.head_dim, "hidden_size": target.hidden_size, "intermediate_size": target.intermediate_size,
+        "num_hidden_layers": target.num_layers, "num_attention_heads": target.num_heads,
+        "num_key_value_heads": target.num_kv_heads, "vocab_size": target.vocab_size,
+        "layer_types": ["full_attention"] * target.num_layers, "max_window_layers": 28, "sliding_window": None,
+        "use_sliding_window": False, "max_position_embeddings": target.max_position_embeddings,
+        "rms_norm_eps": target.rms_norm_eps, "tie_word_embeddings": False,
         "rope_parameters": {"rope_theta": target.rope.theta, "rope_type": "default"},
-        "sliding_window": None,
-        "tie_word_embeddings": False,
-        "use_sliding_window": False,
-        "vocab_size": target.vocab_size,
-    }
+    }  # fmt: skip
     config = {
-        "architectures": ["MTPDraftModel"],
-        "auto_map": {"": "config.MTPSpeculatorConfig"},
-        "dtype": "float32",
-        "num_nextn_predict_layers": 1,
+        "architectures": ["MTPDraftModel"], "auto_map": {"": "config.MTPSpeculatorConfig"}, "dtype": "float32",
+        "num_nextn_predict_layers": 1, "tie_word_embeddings": False, "transformer_layer_config": layer,
         "speculators_config": {"algorithm": "mtp", "proposal_methods": [{"speculative_tokens": 3}]},
-        "speculators_model_type": "mtp",
-        "speculators_version": "0.9.0",
-        "tie_word_embeddings": False,
-        "transformer_layer_config": layer,
-        "transformers_version": "5.19.0",
-    }
+        "speculators_model_type": "mtp", "speculators_version": "0.9.0", "transformers_version": "5.19.0",
+    }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
     weights = random_weights(MtpConfig.read(folder, target).shapes())
     copies = {"verifier_lm_head.weight": torch.zeros(target.vocab_size, target.hidden_size)}
@@ -140,18 +109,11 @@ def save_mtp(folder: Path, target: ModelConfig) -> dict[str, Tensor]:
 def assistant_config(target: ModelConfig, *, clusters: int = 0) -> AssistantConfig:
     """Layers of two kinds over the last layer of any target, of whose tokens some clusters are drafted."""
     fields = {
-        "hidden_size": 24,
-        "intermediate_size": 40,
-        "num_hidden_layers": 2,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "sliding_window": 9,
-        "num_attention_heads": target.num_heads,
-        "num_key_value_heads": target.num_kv_heads,
-        "head_dim": target.head_dim,
-        "global_head_dim": target.head_dim,
-        "hidden_size_per_layer_input": 0,
-        "vocab_size": target.vocab_size,
-    }
+        "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "vocab_size": target.vocab_size,
+        "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9,
+        "num_attention_heads": target.num_heads, "num_key_value_heads": target.num_kv_heads,
+        "head_dim": target.head_dim, "global_head_dim": target.head_dim, "hidden_size_per_layer_input": 0,
+    }  # fmt: skip
     last = target.num_layers - 1
     return AssistantConfig(
         layers_of(Fields(fields, "a random assistant")), (last, last), target.hidden_size, clusters, clusters // 2
@@ -176,22 +138,13 @@ def save_assistant(folder: Path, target: ModelConfig, **changes: object) -> tran
     """Write a random assistant for a Gemma 4 as transformers does; return its module."""
     full = target.of_layer(0)
     text = {
-        "vocab_size": target.vocab_size,
-        "hidden_size": 24,
-        "intermediate_size": 40,
-        "num_hidden_layers": 3,
-        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
-        "num_attention_heads": 4,
-        "num_key_value_heads": target.num_kv_heads,
-        "num_global_key_value_heads": full.num_kv_heads,
-        "attention_k_eq_v": full.num_kv_heads != target.num_kv_heads,
-        "head_dim": target.head_dim,
-        "global_head_dim": full.head_dim,
-        "sliding_window": max(target.blueprint.windows),
-        "hidden_size_per_layer_input": 0,
-        "vocab_size_per_layer_input": 0,
-        "num_kv_shared_layers": 3,
-    }
+        "vocab_size": target.vocab_size, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "num_attention_heads": 4,
+        "num_key_value_heads": target.num_kv_heads, "num_global_key_value_heads": full.num_kv_heads,
+        "attention_k_eq_v": full.num_kv_heads != target.num_kv_heads, "head_dim": target.head_dim,
+        "global_head_dim": full.head_dim, "sliding_window": max(target.blueprint.windows),
+        "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "num_kv_shared_layers": 3,
+    }  # fmt: skip
     sizes = {"num_centroids": 12, "centroid_intermediate_top_k": 5, "backbone_hidden_size": target.hidden_size}
     text_config = transformers.Gemma4TextConfig(**text)
     config = transformers.Gemma4AssistantConfig(text_config=text_config, **{**sizes, **changes})

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline import FunctionDrafter, GenerationResult, SamplingParams, SpeculativeGenerator
+from paceline import FunctionDrafter, SamplingParams, SpeculativeGenerator
 from paceline.core.errors import ConfigurationError, SamplingError
 from paceline.draft.choice import ChoiceDrafter, ShadowScores
 from paceline.draft_spec import DraftSpec, parse_draft
@@ -19,6 +19,7 @@ from tests.contract.drafters import BRANCHES
 from tests.decoder.tiny import VOCABULARY, Workshop
 from tests.eagle.heads import drafter as eagle_head
 from tests.fakes import Around
+from tests.sampled import run, texts
 
 PROMPT, NEW, K = [5, 9, 5, 9, 5], 96, 4
 
@@ -66,17 +67,12 @@ def knows(text: list[int], part: Callable[[int], bool]) -> Callable[[list[int]],
 
 def rounds(source: object, workshop: Workshop, **asked: Any) -> tuple[int, SpeculativeGenerator]:
     generator = SpeculativeGenerator(source, workshop.decoder(slots=1), k=K)
-    result = generator.sample([PROMPT], max_new_tokens=NEW, eos_token_id=[], return_dict=True, **asked)
-    assert isinstance(result, GenerationResult)
-    assert result.sequences.tolist() == plain(workshop)
+    assert texts(run(generator, [PROMPT], max_new_tokens=NEW, eos_token_id=[], **asked)) == [plain(workshop)]
     return generator.statistics.num_rounds, generator
 
 
-def plain(workshop: Workshop) -> list[list[int]]:
-    rows = workshop.decoder(slots=1).sample([PROMPT], max_new_tokens=NEW, eos_token_id=[])
-    assert not isinstance(rows, GenerationResult)
-    found: list[list[int]] = rows.tolist()
-    return found
+def plain(workshop: Workshop) -> list[int]:
+    return texts(run(workshop.decoder(slots=1), [PROMPT], max_new_tokens=NEW, eos_token_id=[]))[0]
 
 
 class Costly(Around):
@@ -91,7 +87,7 @@ class Costly(Around):
 
 def test_the_best_drafter_for_the_current_text_drafts(workshop: Workshop) -> None:
     """A text whose halves are known to one drafter each: nearly as few rounds as for one that knows all."""
-    (text,) = plain(workshop)
+    text = plain(workshop)
     half = len(PROMPT) + NEW // 2
     first, second = knows(text, lambda at: at < half), knows(text, lambda at: at >= half)
     ideal, _ = rounds(knows(text, lambda _at: True), workshop)
@@ -113,23 +109,18 @@ def test_the_best_drafter_for_the_current_text_drafts(workshop: Workshop) -> Non
 
 
 def test_counts_are_complete_with_the_last_output(workshop: Workshop) -> None:
-    (text,) = plain(workshop)
-    drafter = ChoiceDrafter([FunctionDrafter(knows(text, lambda _at: True), K)] * 2, ["a", "b"], choose_by="length")
-    _, generator = rounds(drafter, workshop)
+    right = FunctionDrafter(knows(plain(workshop), lambda _at: True), K)
+    _, generator = rounds(ChoiceDrafter([right] * 2, ["a", "b"], choose_by="length"), workshop)
     for output in generator.stream([PROMPT], max_new_tokens=NEW):
         statistics = generator.statistics
         assert sum(one.num_drafts for one in statistics.drafters.values()) == statistics.num_drafts
-        if output.finish_reason is not None:
-            assert statistics.num_drafts
+        assert statistics.num_drafts or output.finish_reason is None
 
 
 def test_a_request_names_the_drafter_that_proposes(workshop: Workshop) -> None:
     """No token depends on the name, also next to requests with another or none, and no other drafter is asked."""
-    (text,) = plain(workshop)
-    right, wrong = (
-        Costly(FunctionDrafter(knows(text, lambda _: True), K)),
-        Costly(FunctionDrafter(lambda _: [1] * K, K)),
-    )
+    text = plain(workshop)
+    right, wrong = (Costly(FunctionDrafter(one, K)) for one in (knows(text, lambda _: True), lambda _: [1] * K))
     choice = ChoiceDrafter([right, wrong], ["right", "wrong"], choose_by="length")
     slow, _ = rounds(choice, workshop, drafter="wrong")
     assert right.asked == 0 < wrong.asked

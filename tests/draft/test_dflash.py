@@ -57,12 +57,8 @@ def assistant(folder: Path, **changes: object) -> MuseGlimmerAssistantModel:
 def generated(target: LlamaForCausalLM, head: MuseGlimmerAssistantModel, text: list[int], start: int) -> list[Any]:
     """Drafts and logits of every round that transformers makes over a known greedy text, from ``start`` tokens on."""
     streams = target(torch.tensor([text]), output_hidden_states=True).hidden_states
-    generator = DFlashTokenCandidateGenerator(
-        head,
-        target.get_input_embeddings(),
-        target.get_output_embeddings(),
-        GenerationConfig(max_length=len(text) + 99, do_sample=False),
-    )
+    tables, settings = (target.get_input_embeddings(), target.get_output_embeddings()), {"do_sample": False}
+    generator = DFlashTokenCandidateGenerator(head, *tables, GenerationConfig(max_length=len(text) + 99, **settings))
     found: list[Any] = []
     read, matches = 0, 0
     while start < len(text):
@@ -78,18 +74,12 @@ def generated(target: LlamaForCausalLM, head: MuseGlimmerAssistantModel, text: l
     return found
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"layer_types": ["full_attention", "full_attention"]},
-        {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9},
-    ],
-    ids=["full", "slides"],
-)
-def test_dflash_drafts_equal_transformers_in_every_round(tmp_path: Path, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize("first", ["full_attention", "sliding_attention"])
+def test_dflash_drafts_equal_transformers_in_every_round(tmp_path: Path, first: str) -> None:
     model = network(layers=4)
     model.save_pretrained(tmp_path / "target")
-    head = assistant(tmp_path / "head", **changes)
+    window = {"sliding_window": 9} if first == "sliding_attention" else {}
+    head = assistant(tmp_path / "head", layer_types=[first, "full_attention"], **window)
     target = fresh(tmp_path / "target", backend="eager", amp="f32")
     made = DFlashDrafter.from_pretrained(tmp_path / "head", target, BLOCK - 1)
     text, own = rounds(made, target, PROMPTS[2], NEW)
@@ -247,26 +237,20 @@ def test_nodes_of_a_tree_are_the_best_tokens_of_each_position(workshop: Workshop
 
 
 @pytest.mark.parametrize(
-    ("draft", "said"),
+    ("draft_tree", "acceptor", "said"),
     [
-        ("draft_tree=dynamic:6,3,3", "draft_tree: expected 'chain' or 'tree:PARENTS'"),
-        ("draft_tree=tree:0", "tree: expected -1"),
-        ("draft_tree=tree:-1,-1,k=3", "k: expected a draft depth of 1"),
-        (f"draft_tree=tree:{','.join(map(str, range(-1, 11)))}", "k: expected 1 to 8 for this DFlash head"),
+        ("dynamic:6,3,3", "match", "draft_tree: expected 'chain' or 'tree:PARENTS'"),
+        ("tree:0", "match", "tree: expected -1"),
+        ("tree:-1,-1,k=3", "match", "k: expected a draft depth of 1"),
+        (f"tree:{','.join(map(str, range(-1, 11)))}", "match", "k: expected 1 to 8 for this DFlash head"),
+        (TREE, "reject", "draft_tree: expected 'chain' for acceptor='reject'"),
     ],
 )
 def test_a_tree_that_does_not_fit_is_refused_before_loading(
-    workshop: Workshop, tmp_path: Path, draft: str, said: str
+    workshop: Workshop, tmp_path: Path, draft_tree: str, acceptor: str, said: str
 ) -> None:
     target = workshop.decoder(slots=1)
     drafter(tmp_path, target, "DFlash", 3)
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(ConfigurationError, match=said):
-        SpeculativeGenerator(f"{tmp_path}:{draft}", target)
-
-
-def test_reject_is_for_chains(workshop: Workshop, tmp_path: Path) -> None:
-    target = workshop.decoder(slots=1)
-    drafter(tmp_path, target, "DFlash", 3)
-    with pytest.raises(ConfigurationError, match="draft_tree: expected 'chain' for acceptor='reject'"):
-        SpeculativeGenerator(f"{tmp_path}:draft_tree={TREE}", target, acceptor="reject")
+        SpeculativeGenerator(f"{tmp_path}:draft_tree={draft_tree}", target, acceptor=acceptor)

@@ -88,20 +88,17 @@ def test_logits_equal_transformers_step_by_step(made: Made) -> None:
             hidden = head.next(torch.tensor([[token]]).int(), hidden, place)
 
 
-def test_rounds_equal_a_simulation(made: Made) -> None:
+@pytest.mark.parametrize("grown", [False, True], ids=["chain", "tree"])
+def test_rounds_equal_a_simulation(made: Made, grown: bool) -> None:
     target, folder, oracle = made
-    text, accepted = rounds(SpeculativeGenerator(str(folder), target, k=3), PROMPTS[0], 40)
-    expected = simulated_rounds(text, len(PROMPTS[0]) + 1, 3, lambda known: oracle.drafted(known, 3)[0])
+    draft, begin = f"{folder}:{f'draft_tree={TREE}' if grown else 'k=3'}", len(PROMPTS[0]) + 1
+    text, accepted = rounds(SpeculativeGenerator(draft, target), PROMPTS[0], 40)
+    if grown:
+        expected = simulated_tree_rounds(text, begin, lambda x, path: oracle.drafted(x, len(path) + 1, path)[1][-1])
+    else:
+        expected = simulated_rounds(text, begin, 3, lambda known: oracle.drafted(known, 3)[0])
     assert accepted[: len(expected)] == expected and 0 < sum(expected) < 3 * len(expected)
     assert text == target.sample(PROMPTS[:1], max_new_tokens=40)[0].tolist()
-
-
-def test_rounds_of_a_tree_equal_a_simulation(made: Made) -> None:
-    target, folder, oracle = made
-    text, accepted = rounds(SpeculativeGenerator(f"{folder}:draft_tree={TREE}", target), PROMPTS[0], 24)
-    begin = len(PROMPTS[0]) + 1
-    wanted = simulated_tree_rounds(text, begin, lambda known, path: oracle.drafted(known, len(path) + 1, path)[1][-1])
-    assert accepted[: len(wanted)] == wanted and 0 < sum(wanted) < 3 * len(wanted)
 
 
 @pytest.mark.parametrize("form", ["int8", "fp8_e4m3"])
@@ -150,9 +147,8 @@ def test_keys_that_change_the_output_are_rejected_by_name(
     target = workshop.decoder(kind="gemma4")
     save_assistant(tmp_path, target.config, use_ordered_embeddings=True)
     config = json.loads((tmp_path / "config.json").read_text())
-    (
-        config["text_config"] if changes.keys() <= config["text_config"].keys() - {"tie_word_embeddings"} else config
-    ).update(changes)
+    text = config["text_config"]
+    (text if changes.keys() <= text.keys() - {"tie_word_embeddings"} else config).update(changes)
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(error, match=said):
         SpeculativeGenerator(str(tmp_path), target, k=2)

@@ -10,12 +10,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from paceline import GenerationResult, SpeculativeGenerator, TokenizerPair
+from paceline import SpeculativeGenerator, TokenizerPair
 from paceline.core.errors import ConfigurationError, PairingError
 from paceline.core.types import Commit, Proposal, RoundLimits, SamplingTensors
 from paceline.draft.retokenizing import DraftText, RetokenizingDrafter, TargetText
 from tests.draft.tokenizers_of_two import CORPUS, TEXT, by_heart, bytes_merged, marked_words
 from tests.fakes import TableDecoder, table
+from tests.sampled import run
 
 COARSE, FINE, MARKED = bytes_merged(80), bytes_merged(52), marked_words()
 HEATS: list[dict[str, object]] = [
@@ -62,11 +63,10 @@ def test_retokenizing_drafts_change_no_token(
     size = len(theirs)
     prompts = [theirs.encode(text) for text in CORPUS] + [[size - 1], [i % size for i in range(5, 50, 3)]]
     asked = {"max_new_tokens": 24, "eos_token_id": [7], "pad_token_id": 0, **heat}
-    plain = decoder(theirs).sample(prompts, **asked)
     source = drafter(decoder(ours), 3, ours, theirs)
     maker = SpeculativeGenerator(source, decoder(theirs))
     for _ in range(2):
-        assert torch.equal(maker.sample(prompts, **asked), plain)
+        assert torch.equal(maker.sample(prompts, **asked), decoder(theirs).sample(prompts, **asked))
     assert not source._texts and maker.statistics.num_draft_tokens > 0
 
 
@@ -83,8 +83,7 @@ def test_a_draft_that_knows_the_text_is_accepted(
     target = decoder(theirs, slots=slots, script=script)
     prompts = [script[:4], script[:9]]
     asked = {"max_new_tokens": len(script) - 9, "eos_token_id": [], **heat}
-    made = SpeculativeGenerator(source, target).sample(prompts, return_dict=True, **asked)
-    assert isinstance(made, GenerationResult)
+    made = run(SpeculativeGenerator(source, target), prompts, **asked)
     assert made.sequences[1].tolist() == script and torch.equal(made.sequences, target.sample(prompts, **asked))
     # What the draft says is right; lost is only what is cut at the end of its proposals.
     assert made.statistics.acceptance_rate > 0.65 and made.statistics.tau > 2
@@ -97,8 +96,7 @@ def test_the_end_id_is_proposed_as_the_targets() -> None:
     script, known = [*COARSE.encode(TEXT), 0], [*FINE.encode(TEXT), 1]
     draft, target = decoder(FINE, slots=1, script=known, eos=(1,)), decoder(COARSE, slots=1, script=script, eos=(0,))
     source = drafter(draft, 8, FINE, COARSE, eos=0)
-    made = SpeculativeGenerator(source, target).sample([script[:5]], return_dict=True)
-    assert isinstance(made, GenerationResult)
+    made = run(SpeculativeGenerator(source, target), [script[:5]])
     assert made.sequences[0].tolist() == script and made.finish_reasons == ["stop"]
     assert any(0 in rows[0] for rows in source.proposed)
 
@@ -115,8 +113,7 @@ def test_a_text_beyond_the_drafts_context_continues_without_drafts() -> None:
     prompts = [COARSE.encode(CORPUS[0]), COARSE.encode(CORPUS[1]), COARSE.encode(CORPUS[0] * 5)]
     target = decoder(COARSE)
     source = drafter(decoder(FINE, reach=48), 3, FINE, COARSE)
-    made = SpeculativeGenerator(source, target).sample(prompts, return_dict=True, **asked)
-    assert isinstance(made, GenerationResult)
+    made = run(SpeculativeGenerator(source, target), prompts, **asked)
     assert torch.equal(made.sequences, target.sample(prompts, **asked))
     assert 0 < made.statistics.num_draft_tokens_per_pos[0] < made.statistics.num_rounds
 
@@ -186,11 +183,8 @@ def test_a_retokenizing_pair_without_tokenizers_is_rejected(tmp_path: Path) -> N
     made = SpeculativeGenerator(draft, target, vocabulary="retokenize")
     prompts = [COARSE.encode(CORPUS[0])]
     assert torch.equal(made.sample(prompts, max_new_tokens=9), target.sample(prompts, max_new_tokens=9))
+    pair = TokenizerPair(target=COARSE, draft=FINE.backend_tokenizer)  # type: ignore[arg-type]
     with pytest.raises(PairingError, match=r"got Tokenizer as the draft's"):
-        SpeculativeGenerator(
-            draft,
-            target,
-            vocabulary=TokenizerPair(target=COARSE, draft=FINE.backend_tokenizer),  # type: ignore[arg-type]
-        )
+        SpeculativeGenerator(draft, target, vocabulary=pair)
     with pytest.raises(ConfigurationError, match="cannot share a graph"):
         SpeculativeGenerator(draft, target, vocabulary="retokenize", fused=True).sample(prompts, max_new_tokens=9)

@@ -1,15 +1,20 @@
-"""A draft with other ids than the target: it drafts what both have, and no token of the text depends on it."""
+"""Draft and target mean the same by their ids, or it drafts what both have; their vocabularies may differ in size."""
 
 from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
 
 from paceline import SpeculativeGenerator
-from paceline.core.errors import ConfigurationError, PairingError
+from paceline.core.errors import PairingError
 from paceline.draft.vocab_map import IntersectionVocabMap, VocabMap
-from tests.decoder.tiny import Workshop
-from tests.fakes import TableDecoder, near, table
+from tests.fakes import Checked, TableDecoder, near, table
+from tests.fakes_models import load, network, saved
+from tests.sampled import run, texts
 
 V = 12
 TARGET = table(V, seed=0, spread=2.0)
@@ -70,17 +75,67 @@ def test_vocabularies_with_too_few_shared_tokens_are_rejected(monkeypatch: pytes
     monkeypatch.setattr("paceline.vocab_compat._vocabulary", lambda folder: {"x": 0} if folder == "draft" else WORDS)
     with pytest.raises(PairingError, match="one with 0 of its 12 tokens"):
         SpeculativeGenerator(draft, target, vocabulary="intersection")
-    with pytest.raises(ConfigurationError, match="'same', 'intersection', 'retokenize'"):
-        SpeculativeGenerator(draft, target, vocabulary="union")
 
 
-def test_equal_vocabularies_share_all_tokens(workshop: Workshop) -> None:
-    """Real decoders, eager: an intersection that is the identity drafts what no intersection drafts."""
-    draft, target = workshop.pair()
-    plain = SpeculativeGenerator(draft, target, k=3)
-    wanted = plain.sample(PROMPTS, max_new_tokens=20)
-    size = target.config.vocab_size
-    words = {str(i): i for i in range(size)}
-    plain.drafter.vocabulary = IntersectionVocabMap(words, words, sizes=(size, size))  # type: ignore[union-attr]
-    assert torch.equal(plain.sample(PROMPTS, max_new_tokens=20), wanted)
-    assert plain.statistics.num_accepted_tokens > 0
+FORTY = {f"w{i}": i for i in range(40)}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words", "said"),
+    [
+        *((sizes, (FORTY, dict(FORTY)), None) for sizes in ((40, 40), (40, 48), (48, 40))),
+        ((40, 40), (None, None), None),
+        ((40, 48), (FORTY, FORTY | {"extra": 44}), None),  # more added tokens than the smaller model has ids
+        ((40, 48), (FORTY, None), r"40 and 48 ids, got none"),
+        ((40, 40), (FORTY, FORTY | {"w3": 4, "w4": 3}), r"2 other ids, such as 'w3' \(3 and 4\)"),
+    ],
+)
+def test_models_pair_whose_tokenizers_give_the_same_ids(
+    tmp_path: Path, sizes: tuple[int, int], words: tuple[dict[str, int] | None, ...], said: str | None
+) -> None:
+    """Whatever the sizes to which their tables are padded."""
+    paths = [
+        saved(network(layers=1, vocab_size=size), tmp_path / name, words=own)
+        for name, size, own in zip(("draft", "target"), sizes, words, strict=True)
+    ]
+    with pytest.raises(PairingError, match=said) if said else nullcontext():
+        SpeculativeGenerator(*[load(path) for path in paths])
+
+
+@pytest.mark.parametrize("says_so", [True, False])
+def test_a_padding_token_may_have_another_name(tmp_path: Path, says_so: bool) -> None:
+    """Padding may have the same id: no text holds it. Any other token must have its name."""
+    pads = {"draft": "<end>", "target": "w9"}
+    for name, pad in pads.items():
+        words = {(pad if number == 9 else word): number for word, number in FORTY.items()}
+        folder = saved(network(layers=1), tmp_path / name, words=words)
+        (folder / "tokenizer_config.json").write_text(json.dumps({"pad_token": pad} if says_so else {}))
+    with nullcontext() if says_so else pytest.raises(PairingError, match="2 other ids, such as '<end>'"):
+        SpeculativeGenerator(*[load(tmp_path / name) for name in pads])
+
+
+def test_a_broken_tokenizer_is_named(tmp_path: Path) -> None:
+    folder = saved(network(layers=1), tmp_path / "one", words=FORTY)
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(PairingError, match=r"tokenizer.json: the tokenizer cannot be read"):
+        SpeculativeGenerator(load(folder), load(folder))
+
+
+@pytest.mark.parametrize("acceptor", ["match", "reject"])
+@pytest.mark.parametrize("scores", [False, True])
+@pytest.mark.parametrize("sizes", [(12, 16), (16, 12)])
+@pytest.mark.parametrize("asked", [{}, {"do_sample": True, "seed": 4}], ids=["greedy", "sampled"])
+def test_vocabularies_of_two_sizes_work_together(
+    monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int], asked: dict[str, object], acceptor: str, scores: bool
+) -> None:
+    monkeypatch.setattr("paceline.vocab_compat.check_same_tokenizer", lambda *_: None)  # tables have no tokenizer
+    big = table(16, seed=8, spread=2.0)
+    draft, target = (
+        TableDecoder((near(big, seed=9, spread=0.3) if i == 0 else big)[:size, :size, :size].contiguous())
+        for i, size in enumerate(sizes)
+    )
+    got = run(Checked(draft, target, acceptor=acceptor), [[1, 2, 3]], output_scores=scores, **asked)
+    assert int(got.sequences.max()) < sizes[1]
+    assert got.statistics.num_accepted_tokens > 0
+    if acceptor == "match":
+        assert texts(got) == texts(run(SpeculativeGenerator(None, target), [[1, 2, 3]], **asked))

@@ -7,21 +7,15 @@ chosen by `tests.equality.pairwise`. Contains no tests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from paceline import SpeculativeGenerator
 from paceline.core.types import FeatureSpec
 from paceline.registry import DRAFTERS
 from paceline.text.structured_output import StructuredOutput
-from tests.contract.drafters import ROWS, Depth, Home, Row, tokenizers
-from tests.equality.settings import stumbling
+from tests.contract.drafters import ROWS, Row, tokenizers
+from tests.equality.settings import SETTINGS, stumbling
 from tests.orchestrator.test_trees import Orchard
-
-
-def _told_tree(reads: FeatureSpec, *, grown: bool) -> Callable[[Home, Depth], SpeculativeGenerator]:
-    return lambda home, _k: home.generator(Orchard(home.known, grown=grown, reads=reads))
-
 
 TOLD: dict[str, Row] = {
     "told, wrong now and then": Row("function", lambda home, k: home.generator(stumbling(home.known), k)),
@@ -53,9 +47,7 @@ WHOLE_BLOCKS = ("blocks", "gpt2", "bloom")
 """Families whose matrices have rows of whole blocks."""
 
 SAMPLINGS: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "cool": {"do_sample": True, "temperature": 0.7, "seed": 11},
-    "hot and cut": {"do_sample": True, "temperature": 1.0, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "seed": 1 << 40},
+    **SETTINGS,
     "wide": {"do_sample": True, "temperature": 0.9, "top_k": 300, "seed": 5},
 }
 SLOTS: dict[str, Any] = {"4 slots": 4, "1 slot": 1, "1, 2 or 4 slots": [1, 2, 4]}
@@ -71,13 +63,8 @@ WORDS = tokenizers().target
 FEATURES: dict[str, dict[str, Any]] = {
     "tokens": {},
     "penalties": {
-        "repetition_penalty": 1.2,
-        "no_repeat_ngram_size": 3,
-        "presence_penalty": 0.7,
-        "frequency_penalty": 0.4,
-        "logit_bias": {3: 1.5, 5: -100.0},
-        "eos_token_id": list(range(0, 96, 11)),
-        "min_tokens": 3,
+        "repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "presence_penalty": 0.7, "frequency_penalty": 0.4,
+        "logit_bias": {3: 1.5, 5: -100.0}, "eos_token_id": list(range(0, 96, 11)), "min_tokens": 3,
     },
     "logprobs": {"logprobs": 3, "output_scores": True},
     "schema": {"structured_outputs": StructuredOutput("regex", "(the|cat| ){3,20}"), "eos_token_id": [0]},
@@ -87,7 +74,7 @@ FEATURES: dict[str, dict[str, Any]] = {
         "sequence_length": 39,  # two tokens behind one of the prompts, and one behind another
     },
     "two outputs, half without drafts": {"n": 2, "use_speculation": [True, False, True, False]},
-}
+}  # fmt: skip
 COLUMNS: dict[str, tuple[str, ...]] = {
     "drafter": (*ROWS, *TOLD),
     "ranks": ("1 rank", "2 ranks"),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 from transformers.generation.logits_process import LogitsProcessor
 
 from paceline import GenerationResult, SpeculativeGenerator
 from paceline.auto import Sampler, SamplingDecoder
+from tests import sampled
 from tests.decoder.tiny import VOCABULARY
 from tests.sampled import texts as texts  # for those who compare what `run` gives
 
@@ -37,35 +39,15 @@ class Growing(LogitsProcessor):
         return scores
 
 
-PROCESSORS: dict[str, Callable[[], Setting]] = {
-    "repetition penalty": lambda: {"repetition_penalty": 1.4},
-    "no repeated n-grams": lambda: {"no_repeat_ngram_size": 1},
-    "both and one with a memory": lambda: {
-        "repetition_penalty": 1.2,
-        "no_repeat_ngram_size": 3,
-        "logits_processor": [Growing()],
-    },
-}
-
-
 def run(sampler: Sampler, setting: Setting, *, prompts: list[list[int]] = PROMPTS, new: int = NEW) -> GenerationResult:
     """The result of one call."""
-    made = sampler.sample(prompts, max_new_tokens=new, return_dict=True, **setting)  # type: ignore[arg-type]
-    assert isinstance(made, GenerationResult)
-    return made
+    return sampled.run(sampler, prompts, max_new_tokens=new, **setting)
 
 
-def plain(
-    target: SamplingDecoder,
-    setting: Setting,
-    *,
-    width: int | None = None,
-    prompts: list[list[int]] = PROMPTS,
-    new: int = NEW,
-) -> list[list[int]]:
+def plain(target: SamplingDecoder, setting: Setting, *, width: int | None = None, **more: Any) -> list[list[int]]:
     """Plain decoding."""
     sampler = target if width is None else SpeculativeGenerator(None, target, k=0, verify_width=width)
-    return texts(run(sampler, setting, prompts=prompts, new=new))
+    return texts(run(sampler, setting, **more))
 
 
 def stumbling(known: list[list[int]], *, every: int = 3) -> Callable[[list[int]], list[int]]:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from paceline import AutoDecoder, SpeculativeGenerator
 from paceline.auto import SamplingDecoder
+from tests import shipped
 from tests.equality.settings import SETTINGS, assert_rolled_back, plain, run, texts
+from tests.fakes_models import generated
 
-FOLDER = Path(__file__).resolve().parents[2] / "examples" / "pycode"
 NEW = 48
 Pair = tuple[SamplingDecoder, SamplingDecoder]
 
@@ -21,9 +21,7 @@ Pair = tuple[SamplingDecoder, SamplingDecoder]
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
     """The first of them, of unequal lengths."""
-    tokenizer = AutoTokenizer.from_pretrained(FOLDER / "target")
-    lines = (FOLDER / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
-    found = [tokenizer(json.loads(line)["prompt"]).input_ids for line in lines[:4]]
+    found = shipped.prompts(slice(4), longest=None)
     assert len({len(ids) for ids in found}) > 1
     return found
 
@@ -31,13 +29,11 @@ def prompts() -> list[list[int]]:
 @pytest.fixture(scope="module")
 def pairs(compile_cache: None) -> dict[str, Pair]:
     """Draft and target in both formats, as compiled for two slots."""
+    shape: dict[str, Any] = {"batch_size": 2, "n_positions": 256, "context_length_estimate": 64}
     made: dict[str, Pair] = {}
     for amp in ("f32", "bf16"):
         draft, target = (
-            AutoDecoder.from_pretrained(
-                FOLDER / role, batch_size=2, n_positions=256, context_length_estimate=64, amp=amp
-            )
-            for role in ("draft", "target")
+            AutoDecoder.from_pretrained(shipped.FOLDER / role, amp=amp, **shape) for role in ("draft", "target")
         )
         draft.on_graph = target.on_graph = lambda _event: None
         made[amp] = (draft, target)
@@ -57,10 +53,6 @@ def test_the_demo_pair_changes_no_token(
 
 
 def test_greedy_tokens_equal_hugging_face(pairs: dict[str, Pair], prompts: list[list[int]]) -> None:
-    model = LlamaForCausalLM.from_pretrained(FOLDER / "target", dtype=torch.float32)
-    expected = []
-    for prompt in prompts[:3]:
-        ids = torch.tensor([prompt])
-        made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)
-        expected.append(made[0].tolist())
+    model = LlamaForCausalLM.from_pretrained(shipped.FOLDER / "target", dtype=torch.float32)
+    expected = [generated(model, prompt, max_new_tokens=NEW) for prompt in prompts[:3]]
     assert plain(pairs["f32"][1], {}, width=5, prompts=prompts[:3], new=NEW) == expected

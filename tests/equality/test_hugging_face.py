@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import LlamaForCausalLM
 from transformers.generation import logits_process as hf
 
 from paceline import SpeculativeGenerator
-from tests.decoder.tiny import KINDS, VOCABULARY, Workshop
+from paceline.decoder import steps
+from tests.decoder.tiny import KINDS, VOCABULARY, Workshop, fresh, network
 from tests.equality.settings import PROMPTS, Setting, plain, run, texts
+from tests.fakes_models import generated
 
 NEW = 40
 EOS = 7
 
 
-def generated(model: LlamaForCausalLM, prompt: list[int], **wishes: object) -> list[int]:
-    ids = torch.tensor([prompt])
-    made = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, pad_token_id=0, **wishes
-    )
-    return made[0].tolist()
-
-
 def hugging_face(workshop: Workshop, kind: str = "grouped", **wishes: object) -> list[list[int]]:
     model = LlamaForCausalLM.from_pretrained(workshop.checkpoint("target", kind), dtype=torch.float32)
-    return [generated(model, prompt, **wishes) for prompt in PROMPTS]
+    return [generated(model, prompt, max_new_tokens=NEW, **wishes) for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -46,15 +42,12 @@ def late_end(prompt: list[int]) -> hf.LogitsProcessor:
     return hf.MinNewTokensLengthLogitsProcessor(len(prompt), NEW - 8, EOS)
 
 
+BOTH = {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3}
 # name -> what generate is asked, what sample is asked in the same words, and the processor that says the rest
 CASES = {
     "repetition penalty": ({"repetition_penalty": 1.5}, {"repetition_penalty": 1.5}, None),
     "no repeated n-grams": ({"no_repeat_ngram_size": 2}, {"no_repeat_ngram_size": 2}, None),
-    "both": (
-        {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3},
-        {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3},
-        None,
-    ),
+    "both": (BOTH, BOTH, None),
     "bad words": ({"bad_words_ids": [[i] for i in range(0, VOCABULARY, 2)] + [[5, 9]]}, {}, bad_words),
     "a late end": ({"min_new_tokens": NEW - 8}, {"repetition_penalty": 1.3}, late_end),
 }
@@ -87,26 +80,18 @@ def test_end_ids_equal_hugging_face(workshop: Workshop, backend: str) -> None:
         assert result.finish_reasons == reasons
 
 
-def test_the_checkpoints_end_ids_equal_hugging_face(
-    workshop: Workshop, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    from tests.decoder.tiny import fresh, network
-
+def test_the_checkpoints_end_ids_equal_hugging_face(workshop: Workshop, tmp_path: Path) -> None:
     model = network()
     end = plain(workshop.decoder(), {}, new=NEW)[0][len(PROMPTS[0]) + 5]
     model.config.eos_token_id = model.generation_config.eos_token_id = end
-    folder = tmp_path_factory.mktemp("named end")
-    model.save_pretrained(folder)
-    target = fresh(folder, batch_size=4)
-    expected = [generated(model, prompt) for prompt in PROMPTS]
-    assert plain(target, {}, new=NEW) == expected
+    model.save_pretrained(tmp_path)
+    target = fresh(tmp_path, batch_size=4)
+    assert plain(target, {}, new=NEW) == [generated(model, prompt, max_new_tokens=NEW) for prompt in PROMPTS]
     assert plain(target, {"eos_token_id": []}, new=NEW) == plain(workshop.decoder(), {}, new=NEW)
 
 
 def test_logits_of_every_row_are_close(workshop: Workshop) -> None:
     """Token equality is blind to small errors; this is not."""
-    from paceline.decoder import steps
-
     for kind in KINDS:
         model = LlamaForCausalLM.from_pretrained(workshop.checkpoint("target", kind), dtype=torch.float32)
         target = workshop.decoder(kind=kind)

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
 
-from paceline import AutoDecoder, Chain, DynamicTree, EagleDrafter, MedusaDrafter, SpeculativeGenerator
+from paceline import Chain, DynamicTree, EagleDrafter, MedusaDrafter, SpeculativeGenerator
 from paceline.auto import SamplingDecoder
 from paceline.core.protocols import Drafter
 from paceline.eagle.config import is_eagle_config
 from paceline.medusa.config import is_medusa_config
 from paceline.medusa.tree import Choices
+from tests import shipped
 from tests.equality.settings import Setting, plain, run, texts
+from tests.shipped import FOLDER
 
-FOLDER = Path(__file__).resolve().parents[2] / "examples" / "pycode"
 MEDUSA, EAGLE = FOLDER / "medusa", FOLDER / "eagle3"
 SAMPLED: Setting = {"do_sample": True, "temperature": 1.0, "seed": 2}
 
 
 @pytest.fixture(scope="module")
 def target(compile_cache: None) -> SamplingDecoder:
-    return AutoDecoder.from_pretrained(
-        FOLDER / "target", n_positions=128, context_length_estimate=64, amp="f32", backend="native"
-    )
+    return shipped.target()
 
 
 def drafter(name: str, target: SamplingDecoder) -> Drafter:
@@ -46,9 +43,7 @@ def drafter(name: str, target: SamplingDecoder) -> Drafter:
 )
 def test_shipped_heads_draft_well(target: SamplingDecoder, name: str, setting: Setting, tau: float) -> None:
     """A few short texts stray from the published tokens per round, but damaged heads give about 1."""
-    tokenizer = AutoTokenizer.from_pretrained(FOLDER / "target")
-    lines = (FOLDER / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[3:5]
-    prompts = [tokenizer(json.loads(line)["prompt"]).input_ids[:48] for line in lines]
+    prompts = shipped.prompts(slice(3, 5))
     result = run(SpeculativeGenerator(drafter(name, target), target), setting, prompts=prompts, new=40)
     assert texts(result) == plain(target, setting, prompts=prompts, new=40)
     assert result.statistics.tau > tau

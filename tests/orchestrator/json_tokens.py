@@ -7,17 +7,7 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 CHARACTERS = [*'{}[]":,.-', *"0123456789", *"abcdefnlorstuy"]
-MERGES = [
-    ("t", "r"),
-    ("tr", "u"),
-    ("tru", "e"),
-    ('"', ":"),
-    ("a", "b"),
-    ("ab", "c"),
-    ("n", "u"),
-    ('"', ","),
-    ("{", '"'),
-]
+MERGES = [tuple(one.split()) for one in ("t r", "tr u", "tru e", '" :', "a b", "ab c", "n u", '" ,', '{ "')]
 WORDS = [*CHARACTERS, *("".join(pair) for pair in MERGES), "<bos>", "<eos>", "<end>"]
 VOCABULARY = {word: index for index, word in enumerate(WORDS)}
 BOS, EOS, END = (VOCABULARY[word] for word in WORDS[-3:])

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import random
+from typing import Any
 
 import pytest
 import torch
 
 from paceline import DRAFT_LENGTHS, SpeculativeGenerator
-from paceline.core.errors import ConfigurationError, SamplingError
+from paceline.core.errors import ConfigurationError
 from paceline.core.types import PAD, Commit
-from paceline.decoder.decoder import CompiledDecoder
 from paceline.engine.adaptive import DraftLengthController, DraftLengthPolicy
 from paceline.engine.rounds import fitted
 from tests.decoder.tiny import Workshop
@@ -21,6 +21,18 @@ V = 12
 TARGET = table(V, seed=0, spread=2.0)
 DRAFT = near(TARGET, seed=1, spread=0.6)
 PROMPTS = [[1, 2, 3], [4], [5, 6, 5, 6], [7, 8]]
+TWO: dict[str, Any] = {"slots": 2, "kv_buckets": (32, 64)}
+
+
+def table_target() -> TableDecoder:
+    return TableDecoder(TARGET, **TWO)
+
+
+def adaptive(controller: DraftLengthController, draft: object = None, **options: Any) -> Checked:
+    """A generator whose draft lengths are chosen by a controller."""
+    made = Checked(draft or TableDecoder(DRAFT, **TWO), table_target(), k=controller.draft_lengths, **options)
+    rebuild(made, controller=controller)
+    return made
 
 
 class Told(DraftLengthController):
@@ -38,10 +50,7 @@ class Told(DraftLengthController):
 def test_catch_up_time_is_not_counted_for_a_draft_length() -> None:
     policy = Told((0, 2))
     policy.plan, policy.heard = [2, 2, 0, 0, 2, 2, 0, 2], []
-
-    maker = Checked(TableDecoder(DRAFT), TableDecoder(TARGET), k=(0, 2))
-    rebuild(maker, controller=policy)
-    stream = maker.stream([[1, 2, 3]], max_new_tokens=60)
+    stream = adaptive(policy).stream([[1, 2, 3]], max_new_tokens=60)
     while policy.plan:
         next(stream)
     stream.close()
@@ -73,14 +82,6 @@ class Sensible(Dice):
         return super().choose(deepest) if deepest else 0
 
 
-class Random(Checked):
-    """Draft lengths at random, over caches that check themselves."""
-
-    def __init__(self, draft: object, target: CompiledDecoder, **options: object) -> None:
-        super().__init__(draft, target, **options)
-        rebuild(self, controller=Dice(DRAFT_LENGTHS))
-
-
 @pytest.mark.parametrize("fused", [None, False])
 @pytest.mark.parametrize("heat", [{}, {"do_sample": True, "seed": 4}])
 @pytest.mark.parametrize(("acceptor", "exact"), [("match", True), ("match", False), ("reject", True)])
@@ -88,17 +89,15 @@ def test_random_draft_lengths_leave_no_cache_gap_and_change_no_token(
     acceptor: str, exact: bool, heat: dict, fused: bool | None
 ) -> None:
     """Not exact: depth 0 takes several plain steps in one graph."""
-    own = {"slots": 2, "kv_buckets": (32, 64)}
-    plain = TableDecoder(TARGET, **own).sample(PROMPTS, max_new_tokens=40, **heat)
-    how = {"k": DRAFT_LENGTHS, "acceptor": acceptor, "exact": exact, "fused": fused}
-    maker = Random(TableDecoder(DRAFT, **own), TableDecoder(TARGET, **own), **how)
-    made = maker.sample(PROMPTS, max_new_tokens=40, return_dict=True, **heat)
+    how = {"acceptor": acceptor, "exact": exact, "fused": fused}
+    maker = adaptive(Dice(DRAFT_LENGTHS), **how)
+    made = maker.sample(PROMPTS, max_new_tokens=40, **heat)
     if acceptor == "match" or not heat:
-        assert torch.equal(made.sequences, plain)
-    assert set(made.statistics.draft_lengths) == set(DRAFT_LENGTHS)
-    itself = Random(TableDecoder(TARGET, **own), TableDecoder(TARGET, **own), **how)
-    done = itself.sample(PROMPTS, max_new_tokens=40, return_dict=True, **heat)
-    assert done.statistics.num_accepted_tokens == done.statistics.num_draft_tokens > 0
+        assert torch.equal(made, table_target().sample(PROMPTS, max_new_tokens=40, **heat))
+    assert set(maker.statistics.draft_lengths) == set(DRAFT_LENGTHS)
+    itself = adaptive(Dice(DRAFT_LENGTHS), table_target(), **how)
+    itself.sample(PROMPTS, max_new_tokens=40, **heat)
+    assert itself.statistics.num_accepted_tokens == itself.statistics.num_draft_tokens > 0
 
 
 class Late(DraftLengthController):
@@ -113,15 +112,12 @@ class Late(DraftLengthController):
 
 @pytest.mark.parametrize("fused", [None, False])
 def test_a_draft_reads_no_prompt_before_drafts_are_wanted(fused: bool | None) -> None:
-    own = {"slots": 2, "kv_buckets": (32, 64)}
-    draft, policy = TableDecoder(TARGET, **own), Late((0, 2))
-    maker, policy.draft = Checked(draft, TableDecoder(TARGET, **own), k=(0, 2), fused=fused), draft
-    rebuild(maker, controller=policy)
+    draft, policy = table_target(), Late((0, 2))
+    maker, policy.draft = adaptive(policy, draft, fused=fused), draft
     policy._length, before = 0, draft.body.forwards
     maker.engine.rounds._inner._policy.at(2)
-    made = maker.sample(PROMPTS, max_new_tokens=40, return_dict=True)
-    assert torch.equal(made.sequences, TableDecoder(TARGET, **own).sample(PROMPTS, max_new_tokens=40))
-    assert made.statistics.num_accepted_tokens == made.statistics.num_draft_tokens > 0
+    assert torch.equal(maker.sample(PROMPTS, max_new_tokens=40), table_target().sample(PROMPTS, max_new_tokens=40))
+    assert maker.statistics.num_accepted_tokens == maker.statistics.num_draft_tokens > 0
     assert before == policy.read[8] < policy.read[9]
 
 
@@ -159,11 +155,9 @@ def test_an_adaptive_length_builds_the_graphs_of_its_lengths_ahead(workshop: Wor
 @pytest.mark.parametrize("heat", [{}, {"do_sample": True, "seed": 4, "top_p": 0.9}])
 @pytest.mark.parametrize("k", [1, 3, 7])
 def test_several_plain_steps_in_one_graph_equal_plain_decoding(k: int, heat: dict) -> None:
-    own = {"slots": 2, "kv_buckets": (32, 64)}
     call = {"max_new_tokens": 45, "eos_token_id": [3], "pad_token_id": 0, **heat}
-    plain = TableDecoder(TARGET, **own).sample(PROMPTS, **call)
-    maker = Checked(None, TableDecoder(TARGET, **own), k=k)
-    assert torch.equal(maker.sample(PROMPTS, **call), plain)
+    maker = Checked(None, table_target(), k=k)
+    assert torch.equal(maker.sample(PROMPTS, **call), table_target().sample(PROMPTS, **call))
     done = maker.statistics
     assert (done.num_draft_tokens, done.num_accepted_tokens, done.tau) == (0, 0, 1.0)
     assert done.num_rounds >= done.new_tokens - len(PROMPTS)  # steps; some ran past an end
@@ -178,12 +172,8 @@ class Rests(DraftLengthController):
 
 
 def test_pauses_run_several_plain_steps_unless_the_context_is_full() -> None:
-    own = {"slots": 2, "kv_buckets": (32, 64)}
-    plain = TableDecoder(TARGET, **own).sample(PROMPTS, max_new_tokens=41)
-
-    maker = Checked(TableDecoder(DRAFT, **own), TableDecoder(TARGET, **own), k=DRAFT_LENGTHS, exact=False)
-    rebuild(maker, controller=Rests(DRAFT_LENGTHS))
-    assert torch.equal(maker.sample(PROMPTS, max_new_tokens=41), plain)
+    maker = adaptive(Rests(DRAFT_LENGTHS), exact=False)
+    assert torch.equal(maker.sample(PROMPTS, max_new_tokens=41), table_target().sample(PROMPTS, max_new_tokens=41))
     done = maker.statistics
     assert (done.num_draft_tokens, done.tau) == (0, 1.0) and len(done.draft_lengths) < 41
     events = list(maker.stream(PROMPTS, max_new_tokens=41))
@@ -211,14 +201,13 @@ def test_the_controller_is_selected_by_the_batch_fill(monkeypatch: pytest.Monkey
 
 
 def test_a_request_can_disable_drafting() -> None:
-    maker = Checked(TableDecoder(DRAFT, slots=2), TableDecoder(TARGET, slots=2), k=3)
-    plain = TableDecoder(TARGET, slots=2).sample(PROMPTS, max_new_tokens=30)
-    assert torch.equal(maker.sample(PROMPTS, max_new_tokens=30, use_speculation=[True, False, True, False]), plain)
-    some = maker.statistics.num_draft_tokens
-    assert torch.equal(maker.sample(PROMPTS, max_new_tokens=30, use_speculation=False), plain)
-    assert maker.statistics.num_draft_tokens == 0 < some
-    with pytest.raises(SamplingError, match="expected 4 entries, got 2"):
-        maker.sample(PROMPTS, max_new_tokens=30, use_speculation=[True, False])
+    """That no token depends on it: `tests/contract/test_random.py`."""
+    maker = Checked(TableDecoder(DRAFT, **TWO), table_target(), k=3)
+    drafted = []
+    for asked in (True, [True, False, True, False], False):
+        maker.sample(PROMPTS, max_new_tokens=30, use_speculation=asked)
+        drafted.append(maker.statistics.num_draft_tokens)
+    assert drafted[0] > drafted[1] > drafted[2] == 0
 
 
 def test_the_reason_for_separate_graphs_is_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -233,11 +222,10 @@ def test_the_reason_for_separate_graphs_is_logged(caplog: pytest.LogCaptureFixtu
 
 @pytest.mark.parametrize("fused", [None, False])
 def test_an_unconfident_draft_stops_early(fused: bool | None) -> None:
-    plain = TableDecoder(TARGET, slots=2).sample(PROMPTS, max_new_tokens=30)
+    plain = table_target().sample(PROMPTS, max_new_tokens=30)
     drafted, rates = [], []
     for confidence in (0.0, 0.5, 0.9, 1.0):
-        draft, target = TableDecoder(DRAFT, slots=2), TableDecoder(TARGET, slots=2)
-        maker = Checked(draft, target, k=4, confidence_threshold=confidence, fused=fused)
+        maker = Checked(TableDecoder(DRAFT, **TWO), table_target(), k=4, confidence_threshold=confidence, fused=fused)
         assert torch.equal(maker.sample(PROMPTS, max_new_tokens=30), plain)
         drafted.append(maker.statistics.num_draft_tokens)
         rates.append(maker.statistics.acceptance_rate)

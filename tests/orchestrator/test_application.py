@@ -16,9 +16,18 @@ from paceline.decoder.weights.quantize import PackedMatrix
 from paceline.neuron_config import FusedSpecNeuronConfig, InferenceConfig, OnDeviceSamplingConfig
 from tests.fakes_models import load, logits_of, network, saved
 
+TEXT = [5, 9, 13, 7]
+
 
 def read(**fields: Any) -> NeuronConfig:
-    return NeuronConfig.from_neuron_config(fields)
+    return NeuronConfig.from_neuron_config(
+        {"seq_len": 64, "torch_dtype": "float32", "max_context_length": 16, **fields}
+    )
+
+
+def check(logits: torch.Tensor, tokens: list[int]) -> None:
+    """These are the logits after these tokens of the text."""
+    torch.testing.assert_close(logits, logits_of(network(), TEXT)[tokens], atol=1e-4, rtol=1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -27,44 +36,36 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_an_application_loads_generates_and_resets(folder: Path) -> None:
-    config = read(batch_size=2, seq_len=64, max_context_length=16, torch_dtype="float32", is_prefix_caching=True)
-    application = DecoderApplication(folder, config, backend="eager")
+    application = DecoderApplication(folder, read(batch_size=2, is_prefix_caching=True), backend="eager")
     with pytest.raises(ConfigurationError, match="not loaded"):
         application.forward(torch.tensor([[1]]))
     application.load()
     assert application.decoder.options.chunks == (16,) and application.decoder.batch_size == 2
-    text = [5, 9, 13, 7]
-    exact = logits_of(network(), text)
     mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
-    made = application.forward(torch.tensor([[0, *text[:2]], text[:3]]), mask)
-    torch.testing.assert_close(made, exact[1:3], atol=1e-4, rtol=1e-4)
-    made = application(torch.tensor([[text[2]], [text[3]]]))
-    torch.testing.assert_close(made, exact[2:4], atol=1e-4, rtol=1e-4)
+    check(application.forward(torch.tensor([[0, *TEXT[:2]], TEXT[:3]]), mask), [1, 2])
+    check(application(torch.tensor([[TEXT[2]], [TEXT[3]]])), [2, 3])
     application.reset()
-    torch.testing.assert_close(application(torch.tensor([text[:1]])), exact[:1], atol=1e-4, rtol=1e-4)
-    plain = load(folder).sample([text], max_new_tokens=8)
-    assert torch.equal(application.generator().sample([text], max_new_tokens=8), plain)
+    check(application(torch.tensor([TEXT[:1]])), [0])
+    plain = load(folder).sample([TEXT], max_new_tokens=8)
+    assert torch.equal(application.generator().sample([TEXT], max_new_tokens=8), plain)
     assert application.generator().config.prefix_caching is True
-    ids = torch.tensor([text])
+    ids = torch.tensor([TEXT])
     made = application.adapter().generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, pad_token_id=0)
     assert torch.equal(made, plain)
     application.close()
 
 
 def test_an_application_loads_the_result_of_compile(folder: Path, tmp_path: Path) -> None:
-    config = read(seq_len=64, enable_bucketing=False, max_context_length=16, torch_dtype="float32")
-    text = [5, 9, 13, 7]
-    exact, plain = logits_of(network(), text), load(folder).sample([text], max_new_tokens=8)
+    config = read(enable_bucketing=False)
     first = DecoderApplication(folder, config)
     first.compile(tmp_path / "graphs")
     first.close()
     application = DecoderApplication(folder, config)
     application.load(tmp_path / "graphs")
-    assert torch.equal(application.generator().sample([text], max_new_tokens=8), plain)
-    torch.testing.assert_close(application(torch.tensor([text[:3]])), exact[2:3], atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(application(torch.tensor([text[3:]])), exact[3:], atol=1e-4, rtol=1e-4)
-    application.reset()
-    torch.testing.assert_close(application(torch.tensor([text[:1]])), exact[:1], atol=1e-4, rtol=1e-4)
+    plain = load(folder).sample([TEXT], max_new_tokens=8)
+    assert torch.equal(application.generator().sample([TEXT], max_new_tokens=8), plain)
+    check(application(torch.tensor([TEXT[:3]])), [2])
+    check(application(torch.tensor([TEXT[3:]])), [3])
     application.quantize(tmp_path / "int8")
     DecoderApplication(folder, replace(config, quantization="fp8_e4m3"), backend="eager").quantize(tmp_path / "fp8")
     assert '"float-quantized"' in (tmp_path / "fp8" / "config.json").read_text()
@@ -73,7 +74,7 @@ def test_an_application_loads_the_result_of_compile(folder: Path, tmp_path: Path
     for path, quantization in ((tmp_path / "int8", None), (folder, "int8")):
         quantized = DecoderApplication(path, replace(config, quantization=quantization), backend="eager")
         quantized.load()
-        texts.append(quantized.generator().sample([text], max_new_tokens=8))
+        texts.append(quantized.generator().sample([TEXT], max_new_tokens=8))
         quantized.close()
     assert torch.equal(*texts)
 
@@ -96,27 +97,25 @@ def test_graphs_of_another_configuration_are_rejected(folder: Path, tmp_path: Pa
 
 
 def test_a_backend_without_graphs_saves_the_configuration(folder: Path, tmp_path: Path) -> None:
-    config = read(seq_len=64)
-    DecoderApplication(folder, config, backend="eager").compile(tmp_path)
+    DecoderApplication(folder, read(), backend="eager").compile(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["paceline_config.json"]
-    again = DecoderApplication(folder, config, backend="eager")
+    again = DecoderApplication(folder, read(), backend="eager")
     again.load(tmp_path)
     assert again.generator().sample([[5, 9]], max_new_tokens=3).shape == (1, 5)
 
 
 def test_modules_to_not_convert_keeps_the_embedding(folder: Path) -> None:
-    text = [5, 9, 13, 7]
     made = {}
     for names in ([], ["lm_head"], ["model.embed_tokens", "lm_head"]):
-        fields = {"seq_len": 64, "torch_dtype": "float32", "quantized": True, "modules_to_not_convert": names}
-        application = DecoderApplication(folder, read(**fields, max_context_length=16), backend="eager")
+        config = read(quantized=True, modules_to_not_convert=names)
+        application = DecoderApplication(folder, config, backend="eager")
         application.load()
         model = application.decoder.body.model
         packed = [isinstance(one, PackedMatrix) for one in (model.embedding, model.head)]
         assert packed == ["model.embed_tokens" not in names, "lm_head" not in names]
-        made[len(names)] = application(torch.tensor([text]))
+        made[len(names)] = application(torch.tensor([TEXT]))
         application.close()
-    exact = logits_of(network(), text)[-1:]
+    exact = logits_of(network(), TEXT)[-1:]
     errors = [float((made[count] - exact).abs().max()) for count in range(3)]
     assert errors[0] != errors[1] != errors[2] and errors[2] < errors[0]
 
@@ -147,7 +146,7 @@ def test_a_tied_embedding_stays_unconverted_by_either_name(tmp_path: Path) -> No
         decoder = config.load(tied, backend="eager")
         model = decoder.body.model
         assert not isinstance(model.embedding, PackedMatrix) and isinstance(model.layers[0].mlp.down, PackedMatrix)
-        texts.append(decoder.sample([[5, 9, 13, 7]], max_new_tokens=8))
+        texts.append(decoder.sample([TEXT], max_new_tokens=8))
         decoder.close()
     assert torch.equal(texts[0], texts[1]) and torch.equal(texts[0], texts[2])
 
@@ -172,21 +171,16 @@ def test_classes_of_nxd_read_the_same_options(folder: Path) -> None:
 
 
 def test_positions_and_slots_of_nxd_are_read(folder: Path) -> None:
-    config = read(batch_size=2, seq_len=64, max_context_length=16, torch_dtype="float32")
-    application = DecoderApplication(folder, config, backend="eager")
+    application = DecoderApplication(folder, read(batch_size=2), backend="eager")
     assert not application.is_loaded_to_neuron and not application.is_compiled
     application.load()
     assert application.is_loaded_to_neuron and not application.is_compiled
-    text = [5, 9, 13, 7]
-    exact, slots = logits_of(network(), text), torch.tensor([1, 0])
-    ids, mask = torch.tensor([text[:3], [0, *text[:2]]]), torch.tensor([[1, 1, 1], [0, 1, 1]])
-    places = torch.tensor([[0, 1, 2], [1, 0, 1]])
-    parameters = torch.tensor([[1.0, 1.0, 1.0]] * 2)
+    slots = torch.tensor([1, 0])
+    ids, mask = torch.tensor([TEXT[:3], [0, *TEXT[:2]]]), torch.tensor([[1, 1, 1], [0, 1, 1]])
+    places, parameters = torch.tensor([[0, 1, 2], [1, 0, 1]]), torch.tensor([[1.0, 1.0, 1.0]] * 2)
     for _ in range(2):  # position 0 begins anew
-        made = application.forward(ids, mask, places, slots, parameters)
-        torch.testing.assert_close(made, exact[[2, 1]], atol=1e-4, rtol=1e-4)
-    made = application(torch.tensor([[text[3]], [text[2]]]), None, torch.tensor([[3], [2]]), slots)
-    torch.testing.assert_close(made, exact[[3, 2]], atol=1e-4, rtol=1e-4)
+        check(application.forward(ids, mask, places, slots, parameters), [2, 1])
+    check(application(torch.tensor([[TEXT[3]], [TEXT[2]]]), None, torch.tensor([[3], [2]]), slots), [3, 2])
     with pytest.raises(ConfigurationError, match=r"position_ids: expected \[\[3\], \[4\]\] or positions from 0"):
         application(torch.tensor([[1], [1]]), None, torch.tensor([[9], [9]]), slots)
     with pytest.raises(ConfigurationError, match="seq_ids: expected each of the slots 0 to 1, got"):
@@ -194,10 +188,9 @@ def test_positions_and_slots_of_nxd_are_read(folder: Path) -> None:
     adapter = HuggingFaceGenerationAdapter(application)
     adapter.reset_generation()
     asked = {"attention_mask": torch.ones(1, 4), "max_new_tokens": 8, "pad_token_id": 0}
-    plain = load(folder).sample([text], max_new_tokens=8, top_p_min_tokens=1)
-    assert torch.equal(adapter.generate(torch.tensor([text]), **asked), plain)
+    plain = load(folder).sample([TEXT], max_new_tokens=8, top_p_min_tokens=1)
+    assert torch.equal(adapter.generate(torch.tensor([TEXT]), **asked), plain)
     with pytest.raises(SamplingError, match="top_p_min_tokens: expected 1"):
-        application.decoder.sample([text], max_new_tokens=8, top_p_min_tokens=2)
-    positional = SpeculativeGenerator("ngram", application.decoder, 3)
-    assert positional.config.k == 3
+        application.decoder.sample([TEXT], max_new_tokens=8, top_p_min_tokens=2)
+    assert SpeculativeGenerator("ngram", application.decoder, 3).config.k == 3
     application.close()

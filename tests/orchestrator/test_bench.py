@@ -41,14 +41,9 @@ def test_all_modes_count_the_same_new_tokens(tmp_path: Path) -> None:
     target = fresh(tmp_path / "target")
     free = target.sample([[*PROMPT]], max_new_tokens=12)[0, len(PROMPT) :].tolist()  # type: ignore[union-attr]
     ended_by(tmp_path, free[7])
-    values: dict[str, Any] = {
-        "targets": str(tmp_path / "target"),
-        "drafters": [{"name": "plain", "draft": "none"}, {"draft": str(tmp_path / "draft"), "k": 3}, "ngram"],
-        "prompt_sets": "own",
-        "max_new_tokens": 12,
-        "backend": "eager",
-        "amp": "f32",
-    }
+    drafters = [{"name": "plain", "draft": "none"}, {"draft": str(tmp_path / "draft"), "k": 3}, "ngram"]
+    load = {"max_new_tokens": 12, "backend": "eager", "amp": "f32"}
+    values = {"targets": str(tmp_path / "target"), "drafters": drafters, "prompt_sets": "own", **load}
     found = bench.run_cells(ExperimentConfig.model_validate(values), prompts(PROMPT))
     for name, engine in list(bench.hugging_face(*(str(tmp_path / role) for role in ("target", "draft")), 12))[2:]:
         found[name] = bench.run_engine(engine, prompts(PROMPT), found["plain"])

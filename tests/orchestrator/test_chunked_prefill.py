@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from paceline import SpeculativeGenerator
+from paceline import AutoDecoder, SpeculativeGenerator
+from paceline.auto import SamplingDecoder
 from paceline.core.types import Commit, RoundLimits, RoundResult, SamplingTensors
+from paceline.decoder.backends.base import Graph, Step
+from paceline.decoder.backends.native import NativeBackend
 from paceline.draft.model import ModelDrafter
 from paceline.draft.vocab_map import VocabMap
 from paceline.engine.request import Request, SamplingParams
 from paceline.engine.rounds import Rounds
 from paceline.outputs import RequestOutput
+from paceline.text.structured_output import StructuredOutput
+from tests.decoder.tiny import CHUNK as GRAPH_CHUNK
 from tests.decoder.tiny import Workshop, fresh
 from tests.fakes import Checked, TableDecoder, near, table, watch_rounds
+from tests.orchestrator.json_tokens import EOS, tokenizer
 
 V = 24
 TARGET = table(V, seed=0, spread=2.0)
@@ -194,3 +202,79 @@ def test_rounds_between_chunks_keep_the_prefill_bitwise_identical(
     (texts, caches), (paced_texts, paced_caches) = rows
     assert texts == paced_texts
     assert all(torch.equal(a, b) for a, b in zip(caches, paced_caches, strict=True))
+
+
+TO_MAKE_A_GRAPH = 1000
+"""Of virtual time; a call of a graph takes 1."""
+LATER: dict[str, dict[str, object]] = {
+    "drawn": {"do_sample": True, "top_k": 40},
+    "schema": {"structured_outputs": StructuredOutput("regex", r"(ab|c){2,6}[0-9]+"), "tokenizer": tokenizer()},
+    "logprobs": {"logprobs": 3},
+    "prompt's logprobs": {"logprobs": 1, "prompt_logprobs": 1},
+    "penalties": {"presence_penalty": 0.9, "logit_bias": {4: 2.0}},
+    "processors": {"logits_processor": [lambda _ids, scores: scores / 2]},
+    "prediction": {"prediction": [5, 9, 2, 2, 7]},
+    "minimum": {"min_tokens": 6},
+}
+
+
+@pytest.fixture
+def graphs_clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Calls of graphs, and building them, take virtual time."""
+    clock, original = Clock(), NativeBackend.compile
+
+    def made(backend: NativeBackend, graph: Graph, announce: Callable[[str], None]) -> Step:
+        step = original(backend, graph, announce)
+        clock.now += TO_MAKE_A_GRAPH
+
+        def call(*inputs: object) -> object:
+            clock.now += 1
+            return step(*inputs)
+
+        return call  # type: ignore[return-value]
+
+    monkeypatch.setattr(NativeBackend, "compile", made)
+    return clock
+
+
+def native(folder: Path) -> SamplingDecoder:
+    made = AutoDecoder.from_pretrained(
+        folder, backend="native", amp="f32", batch_size=3, context_length_estimate=[GRAPH_CHUNK]
+    )
+    made.on_graph = lambda _event: None
+    return made
+
+
+@pytest.mark.parametrize(
+    ("draft", "options"),
+    [
+        (None, {}),
+        ("ngram", {"k": 3}),
+        *(("model", more) for more in ({"k": 3}, {"k": 3, "fused": False}, {"k": "auto"})),
+    ],
+)
+def test_no_kind_of_request_makes_a_stream_wait_longer_than_a_chunk_and_a_round(
+    workshop: Workshop, graphs_clock: Clock, draft: str | None, options: dict[str, object]
+) -> None:
+    """Nor is a graph made while it runs."""
+    target = native(workshop.checkpoint())
+    drafter = native(workshop.checkpoint("draft")) if draft == "model" else draft
+    generator = SpeculativeGenerator(drafter, target, **options)  # type: ignore[arg-type]
+    generator.compile()
+    params = [{"max_new_tokens": 90, "eos_token_id": []}]
+    params += [{"max_new_tokens": 8, "seed": 3, "eos_token_id": EOS, **one} for one in LATER.values()]
+    requests = []
+    for index, own in enumerate(params):
+        text = [1 + i % 60 for i in range(2 * GRAPH_CHUNK + index)] if index else [5, 9, 3]
+        requests.append((graphs_clock.now + 5.0 * index, replace(asked(generator, [text], **own)[0], index=index)))
+    times, ended = [], set()
+    with closing(generator.serve(Arrivals(requests, graphs_clock))) as outputs:
+        for output in outputs:
+            assert output.error is None
+            if output.index == 0 and output.tokens:
+                times.append(graphs_clock.now)
+            elif output.finish_reason:
+                ended.add(output.index)
+    assert ended == set(range(1, len(params))), "all of them were served beside the stream"
+    models = 2 if draft == "model" else 1  # a draft model may have to catch up first
+    assert max(b - a for a, b in pairwise(times)) <= models + (generator.config.max_k + 2) * models

@@ -24,17 +24,9 @@ from tests.draft.random_heads import mlp_speculator, mtp
 NOWHERE = Commit(torch.zeros(1, 1, dtype=torch.int32), torch.ones(1).int(), torch.zeros(1).int())
 
 
-def result(accepted: int, *, drafted: int = 4, seconds: float = 2.0, verify: float = 1.0) -> RoundResult:
-    return RoundResult(NOWHERE, [RoundReport([[7] * (accepted + 1)], [drafted], seconds)], seconds - verify, verify)
-
-
-def judged(accepted: list[int], *, plain: float | None = None, seconds: float = 2.0, fused: bool = True) -> DraftFit:
-    made = DraftFit("AHead", "its layer ids")
-    for _ in range(3 if plain is not None else 0):
-        made.learn(RoundResult(NOWHERE, [RoundReport([[7] * 2], [0], 2 * (plain or 0))]), fused=fused)
-    for number in range(ENOUGH_DRAFTS):
-        made.learn(result(accepted[number % len(accepted)], seconds=seconds), fused=fused)
-    return made
+def result(accepted: int, seconds: float) -> RoundResult:
+    """A round that drafts four tokens and verifies for a second."""
+    return RoundResult(NOWHERE, [RoundReport([[7] * (accepted + 1)], [4], seconds)], seconds - 1, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -50,23 +42,21 @@ def judged(accepted: list[int], *, plain: float | None = None, seconds: float = 
     ],
 )
 def test_acceptance_is_compared_with_the_break_even(
-    accepted: list[int],
-    plain: float | None,
-    seconds: float,
-    fused: bool,
-    fits: bool,
-    caplog: pytest.LogCaptureFixture,
+    accepted: list[int], plain: float | None, seconds: float, fused: bool, fits: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "paceline")
-    made = judged(accepted, plain=plain, seconds=seconds, fused=fused)
+    made = DraftFit("AHead", "its layer ids")
+    for _ in range(3 if plain is not None else 0):
+        made.learn(RoundResult(NOWHERE, [RoundReport([[7] * 2], [0], 2 * (plain or 0))]), fused=fused)
+    for number in range(ENOUGH_DRAFTS):
+        made.learn(result(accepted[number % len(accepted)], seconds), fused=fused)
     assert made.judged and made.fits == fits and bool(made.warning) != fits
     assert made.gained == pytest.approx(sum(accepted) / len(accepted), abs=0.01)
-    made.learn(result(0), fused=fused)
+    made.learn(result(0, 2.0), fused=fused)
     assert len(caplog.records) == (0 if fits else 1), "once"
     if not fits:
-        assert (
-            "draft: AHead does not fit this target: " in caplog.text and "likely causes: its layer ids" in caplog.text
-        )
+        assert "draft: AHead does not fit this target: " in caplog.text
+        assert "likely causes: its layer ids" in caplog.text
         assert ("rounds pay from 1.00 on" in caplog.text) == (plain is not None or not fused)
 
 

@@ -29,31 +29,27 @@ def whole(prompt: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("drafter", ["self", "oracle", "ngram", "none"])
 @pytest.mark.parametrize(
-    ("new", "length"), [(None, None), (1, None), (2, 13), (5, None), (6, N), (40, 6), (None, 7), (40, N), (None, 13)]
+    ("k", "size", "new", "length"),
+    [
+        *(
+            (4, 5, *limits)
+            for limits in ((1, None), (2, 13), (5, None), (6, N), (40, 6), (None, 7), (40, N), (None, 13))
+        ),
+        *((k, size, None, None) for k in (0, 4, 30) for size in (1, 5, 8, 9, 17, N - 5, N - 1)),
+    ],
 )
-def test_length_limits_are_exact(drafter: str, new: int | None, length: int | None) -> None:
-    """Lengths at, before and after the border of a round of five tokens; either limit may come first."""
-    prompt = LONG[:5]
-    k = 4
+def test_length_limits_are_exact(drafter: str, k: int, size: int, new: int | None, length: int | None) -> None:
+    """Lengths at, before and after the border of a round of five tokens; either limit may come first, or neither."""
+    prompt = LONG[:size]
     sources = {
         "self": target(),
         "oracle": FunctionDrafter(oracle([whole(prompt)], k), k),
-        "ngram": NgramDrafter(k),
+        "ngram": NgramDrafter(max(k, 1)),
         "none": None,
     }
     done = run(Checked(sources[drafter], target(), k=k), [prompt], max_new_tokens=new, sequence_length=length)
-    size = min(length or N, 5 + (new or N))
-    assert texts(done) == [whole(prompt)[:size]]
+    assert texts(done) == [whole(prompt)[: min(length or N, size + (new or N))]]
     assert done.finish_reasons == ["length"]
-
-
-@pytest.mark.parametrize("size", [1, 8, 9, 17, N - 5, N - 1])
-@pytest.mark.parametrize("k", [0, 4, 30])
-def test_prompts_of_every_length_fill_all_positions(size: int, k: int) -> None:
-    for source in (target(), NgramDrafter(max(k, 1)), None):
-        done = run(Checked(source, target(), k=k), [LONG[:size]])
-        assert texts(done) == [whole(LONG[:size])]
-        assert done.lengths == [N]
 
 
 @pytest.mark.parametrize("size", [1, 6, 7, 8, 9, 10, 11, N - 1])
@@ -64,32 +60,6 @@ def test_a_short_context_draft_stops_drafting_and_the_text_continues(size: int, 
     assert texts(done) == [whole(LONG[:size])]
     assert done.statistics.num_accepted_tokens == done.statistics.num_draft_tokens
     assert (done.statistics.num_draft_tokens > 0) == (size < 10)
-
-
-def test_rows_of_all_lengths_share_a_draft_of_short_context() -> None:
-    draft = TableDecoder(DRAFT, slots=3, kv_buckets=(10,))
-    prompts = [LONG[:size] for size in (1, 15, 8, 10, 9, 3, N - 1)]
-    assert texts(run(Checked(draft, target(3), k=3), prompts)) == [whole(prompt) for prompt in prompts]
-
-
-@pytest.mark.parametrize("slots", [1, 2, 5])
-def test_rows_start_and_finish_in_different_rounds(slots: int) -> None:
-    prompts = [LONG[:size] for size in (5, 1, 9, 3, 20, 2, 7)]
-    ends = [whole(prompt)[len(prompt) + 2] for prompt in prompts]
-    wanted = [_cut(whole(prompt), len(prompt), ends[0]) for prompt in prompts]
-    draft = TableDecoder(DRAFT, slots=slots, kv_buckets=(N,))
-    for source in (draft, NgramDrafter(4), None):
-        done = run(Checked(source, target(slots), k=4), prompts, eos_token_id=ends[0], pad_token_id=0)
-        assert texts(done) == wanted
-        for row, size in zip(done.sequences, done.lengths, strict=True):
-            assert set(row[size:].tolist()) <= {0}
-        assert len({*done.lengths}) > 1
-        assert done.finish_reasons == ["stop" if row[-1] == ends[0] else "length" for row in wanted]
-
-
-def _cut(text: list[int], prompt: int, eos: int) -> list[int]:
-    at = next((i for i in range(prompt, len(text)) if text[i] == eos), len(text) - 1)
-    return text[: at + 1]
 
 
 POISON = {

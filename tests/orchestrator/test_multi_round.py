@@ -12,6 +12,7 @@ from paceline.engine import rounds
 from paceline.engine.batch import MAX_CONSECUTIVE_ROUNDS
 from paceline.outputs import GenerationResult
 from paceline.target.verifier import CompiledVerifier
+from tests import sampled
 from tests.fakes import Checked, TableDecoder, near, table
 from tests.fakes_text import Pieces
 
@@ -24,9 +25,7 @@ def run(generator: SpeculativeGenerator, prompts: list[list[int]], seconds: floa
     """A run with ``seconds`` for rounds in a row."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rounds, "MULTI_ROUND_BUDGET_S", seconds)
-        done = generator.sample(prompts, return_dict=True, **asked)  # type: ignore[arg-type]
-    assert isinstance(done, GenerationResult)
-    return done
+        return sampled.run(generator, prompts, **asked)
 
 
 def counts(done: GenerationResult) -> tuple[object, ...]:
@@ -77,32 +76,23 @@ def test_tokens_do_not_depend_on_the_rounds_per_call(data: st.DataObject) -> Non
     assert many.sequences.tolist() == plain.sequences.tolist()  # type: ignore[union-attr]
 
 
-def test_rounds_run_in_one_call_until_the_host_is_needed(calls: list[list[RoundReport]]) -> None:
-    generator = SpeculativeGenerator(TableDecoder(DRAFT), TableDecoder(TARGET), k=2)
-    done = run(generator, [[1, 2, 3]], 60.0, max_new_tokens=50)
-    assert len(calls) == 1, "all rounds but the last, which has nothing to draft"
-    assert done.statistics.num_rounds in (len(calls[0]), len(calls[0]) + 1)
-    calls.clear()
-    run(generator, [[1, 2, 3]], 0.0, max_new_tokens=50)
-    assert {len(one) for one in calls} == {1} and len(calls) > 10, "there is no time for a second round"
-
-
 def test_rounds_per_call_are_limited(calls: list[list[RoundReport]]) -> None:
     target = TableDecoder(TARGET, kv_buckets=(256,))
     run(SpeculativeGenerator(TableDecoder(DRAFT, kv_buckets=(256,)), target, k=1), [[1]], 60.0, max_new_tokens=200)
     assert max(len(one) for one in calls) == MAX_CONSECUTIVE_ROUNDS
 
 
-def test_token_observers_are_called_after_every_round(calls: list[list[RoundReport]]) -> None:
-    asks: list[dict[str, object]] = [
+@pytest.mark.parametrize(
+    "asked",
+    [
         {"stop_strings": ["zz"], "tokenizer": Pieces([bytes([97 + i]) for i in range(V)])},
         {"stopping_criteria_list": [lambda *_: False]},
-    ]
-    for asked in asks:
-        generator = SpeculativeGenerator(TableDecoder(DRAFT), TableDecoder(TARGET), k=2)
-        run(generator, [[1, 2, 3]], 60.0, max_new_tokens=30, **asked)
-        assert calls and {len(one) for one in calls} == {1}
-        calls.clear()
+    ],
+)
+def test_token_observers_are_called_after_every_round(calls: list[list[RoundReport]], asked: dict[str, object]) -> None:
+    generator = SpeculativeGenerator(TableDecoder(DRAFT), TableDecoder(TARGET), k=2)
+    run(generator, [[1, 2, 3]], 60.0, max_new_tokens=30, **asked)
+    assert calls and {len(one) for one in calls} == {1}
 
 
 def test_an_end_id_ends_the_multi_round(calls: list[list[RoundReport]]) -> None:

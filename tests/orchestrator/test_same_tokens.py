@@ -1,12 +1,15 @@
-"""Same seed, same tokens: whatever the drafter, k, batch and acceptance; with every cache checked at every forward."""
+"""Same seed, same tokens: whatever the drafter, k, batch and acceptance, but for simulated acceptance."""
 
 from __future__ import annotations
+
+import logging
 
 import pytest
 import torch
 
-from paceline import FunctionDrafter, NgramDrafter, SpeculativeGenerator
+from paceline import FunctionDrafter, NgramDrafter, SpeculativeGenerator, SyntheticAcceptance
 from paceline.core import probs
+from paceline.core.errors import ConfigurationError
 from paceline.core.sampling import Sampling, row_seed, sampling_tensors
 from tests.fakes import Checked, TableDecoder, near, table
 from tests.orchestrator.drafting import anti_oracle, coin, oracle
@@ -42,14 +45,6 @@ def test_plain_decoding_samples_with_the_noise_of_each_position(mode: str) -> No
             int(probs.sample_tokens(logits, torch.tensor([[position]], dtype=torch.int32), sampling_tensors([params])))
         )
     assert plain(PROMPTS[:1], max_new_tokens=25, **MODES[mode]) == [text]
-
-
-@pytest.mark.parametrize(("mode", "k", "slots"), [("greedy", 8, 1), ("sampled", 1, 3), ("filtered", 8, 3)])
-def test_caches_hold_the_text_whatever_the_draft_proposes(mode: str, k: int, slots: int) -> None:
-    wanted = plain(PROMPTS, max_new_tokens=25, **MODES[mode])
-    generator = Checked(target(slots, logits=DRAFT), target(slots), k=k)
-    for _ in range(2):  # and again, on used caches
-        assert texts(run(generator, PROMPTS, max_new_tokens=25, **MODES[mode])) == wanted
 
 
 @pytest.mark.parametrize("k", [1, 8])  # 2 to 4: tests/target
@@ -122,13 +117,46 @@ def test_a_wider_window_than_the_proposal_changes_nothing(exact: bool, scores: b
         assert texts(done) == plain(prompt, max_new_tokens=30)
 
 
-def test_a_row_does_not_depend_on_other_rows() -> None:
+def test_a_row_does_not_depend_on_other_rows_with_rejection() -> None:
+    """With `match`: `tests/equality/test_equality.py`."""
     asked = {"max_new_tokens": 20, "do_sample": True}
-    for acceptor in ("match", "reject"):
-        many = texts(run(Checked(target(3, logits=DRAFT), target(3), acceptor=acceptor), PROMPTS, seed=11, **asked))
-        for row, prompt in enumerate(PROMPTS):
-            one = Checked(target(1, logits=DRAFT), target(1), acceptor=acceptor)
-            assert texts(run(one, [prompt], seed=row_seed(11, row), **asked)) == [many[row]]
-        seeds = [row_seed(11, row) for row in range(len(PROMPTS))]
-        again = Checked(target(3, logits=DRAFT), target(3), acceptor=acceptor)
-        assert texts(run(again, PROMPTS, seed=seeds, **asked)) == many
+
+    def made(prompts: list[list[int]], slots: int, seed: object) -> list[list[int]]:
+        generator = Checked(target(slots, logits=DRAFT), target(slots), acceptor="reject")
+        return texts(run(generator, prompts, seed=seed, **asked))
+
+    many, seeds = made(PROMPTS, 3, 11), [row_seed(11, row) for row in range(len(PROMPTS))]
+    assert many == made(PROMPTS, 3, seeds) == [made([prompt], 1, seeds[i])[0] for i, prompt in enumerate(PROMPTS)]
+
+
+@pytest.mark.parametrize(("alpha", "heat"), [(0.0, {}), (0.6, {"do_sample": True, "seed": 3}), (1.0, {})])
+def test_tokens_per_round_follow_the_formula(alpha: float, heat: dict) -> None:
+    """E = (1 - alpha^(k+1)) / (1 - alpha), for drafts of any quality."""
+    k, wanted = 4, {0.0: 1.0, 0.6: 2.306, 1.0: 5.0}[alpha]
+    for draft in (
+        TableDecoder(near(TARGET, seed=1, spread=0.6), slots=4, kv_buckets=(512,)),
+        FunctionDrafter(lambda _: [1] * k, k),
+    ):
+        target = TableDecoder(TARGET, slots=4, kv_buckets=(512,))
+        made = Checked(draft, target, k=k, acceptor=SyntheticAcceptance(alpha))
+        made.sample(PROMPTS, max_new_tokens=400 if 0 < alpha < 1 else 60, **heat)
+        assert made.statistics.tokens_per_round == pytest.approx(wanted, rel=0.12)
+        assert not made.statistics.lossless
+        assert made.statistics.to_dict()["acceptor"] == "synthetic"
+
+
+def test_a_simulated_run_is_reproducible_and_labelled(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "paceline"):
+        made = SpeculativeGenerator("ngram", TableDecoder(TARGET), k=3, acceptor=SyntheticAcceptance(0.5))
+    assert "does not follow the target's distribution" in caplog.text
+    first, second = (made.sample([[1, 2, 1]], max_new_tokens=40, seed=5) for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_unsupported_simulations_are_rejected() -> None:
+    with pytest.raises(ConfigurationError, match="a probability"):
+        SpeculativeGenerator("ngram", TableDecoder(TARGET), acceptor=SyntheticAcceptance(1.5))
+    with pytest.raises(ConfigurationError, match="on the device"):
+        SpeculativeGenerator("ngram", TableDecoder(TARGET), acceptor=SyntheticAcceptance(0.5)).sample(
+            [[1, 2]], repetition_penalty=1.5
+        )

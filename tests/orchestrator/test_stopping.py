@@ -25,6 +25,7 @@ from paceline.engine.batch import Slot
 from paceline.engine.request import Request
 from paceline.outputs import GenerationResult
 from paceline.text.stop_strings import StopStrings
+from tests import sampled
 from tests.draft.tokenizers_of_two import every_byte
 from tests.fakes import Checked, TableDecoder, scripted
 from tests.fakes_text import Pieces
@@ -44,24 +45,46 @@ def generator(k: int, *, script: Sequence[int] = SCRIPT, right: bool = True, **d
 
 
 def run(g: SpeculativeGenerator, prompt: Sequence[int], **asked: object) -> tuple[list[int], str, GenerationResult]:
-    result = g.sample([list(prompt)], return_dict=True, **asked)  # type: ignore[arg-type]
-    assert isinstance(result, GenerationResult)
+    result = sampled.run(g, [list(prompt)], **asked)
     return result.sequences[0].tolist(), result.finish_reasons[0], result
 
 
-@pytest.mark.parametrize("k", WINDOWS)
-@pytest.mark.parametrize("eos", [3, [3], [9, 3], [3, 4]])
-def test_the_first_of_several_eos_ids_ends_the_text_and_stays_in_it(k: int, eos: int | list[int]) -> None:
-    text, reason, result = run(generator(k), [1], eos_token_id=eos, max_new_tokens=12)
-    assert (text, reason) == ([1, 2, 3], "stop")
-    assert result.statistics.new_tokens == 2
+class Seen(StoppingCriteria):
+    """Writes down what it is shown; stops at a length."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.texts = at, []
+
+    def __call__(self, input_ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
+        assert input_ids.dtype == torch.int64
+        self.texts.append(input_ids[0].tolist())
+        return torch.tensor([input_ids.shape[1] >= self.at])
 
 
 @pytest.mark.parametrize("k", WINDOWS)
-def test_an_eos_at_every_position_of_the_window_ends_the_text(k: int) -> None:
-    for eos in range(2, 13):
-        text, reason, _ = run(generator(k), [1], eos_token_id=eos, max_new_tokens=15)
-        assert (text, reason) == (list(range(1, eos + 1)), "stop")
+@pytest.mark.parametrize(
+    ("prompt", "asked", "size", "why"),
+    [
+        *(([1], {"eos_token_id": eos, "max_new_tokens": 12}, 3, "stop") for eos in ([3], [9, 3], [3, 4])),
+        *(([1], {"eos_token_id": eos, "max_new_tokens": 15}, eos, "stop") for eos in range(2, 13)),
+        ([1, 2, 3], {"eos_token_id": 3, "max_new_tokens": 2}, 5, "length"),
+        ([1], {"eos_token_id": 4, "max_new_tokens": 5}, 4, "stop"),
+        ([1], {"eos_token_id": 6, "max_new_tokens": 4}, 5, "length"),
+        ([1], {"eos_token_id": 5, "max_new_tokens": 4}, 5, "stop"),
+        ([1], {"stopping_criteria_list": [Seen(5)], "eos_token_id": 6, "max_new_tokens": 8}, 5, "criteria"),
+        ([1], {"stopping_criteria_list": [Seen(6)], "eos_token_id": 5, "max_new_tokens": 8}, 5, "stop"),
+        ([1], {"stopping_criteria_list": [Seen(8)], "max_new_tokens": 3}, 4, "length"),
+        ([1], {"stopping_criteria_list": StoppingCriteriaList([MaxLengthCriteria(6)])}, 6, "length"),
+        ([1], {"stop_strings": "d", "tokenizer": Pieces([b"", *b"a b c d e f g h".split()] + [b"z"] * 9),
+          "eos_token_id": 5, "max_new_tokens": 9}, 4, "stop"),
+    ],
+    ids=lambda given: "+".join(given) if isinstance(given, dict) else str(given),
+)  # fmt: skip
+def test_the_earliest_reason_wins(k: int, prompt: list[int], asked: dict[str, object], size: int, why: str) -> None:
+    """An end id stays in the text, wherever it is in a window; one in the prompt ends nothing."""
+    text, reason, result = run(generator(k), prompt, **asked)
+    assert (text, reason) == (list(range(1, size + 1)), why)
+    assert result.statistics.new_tokens == size - len(prompt)
 
 
 def test_the_checkpoints_eos_ids_apply_unless_others_are_given() -> None:
@@ -71,74 +94,47 @@ def test_the_checkpoints_eos_ids_apply_unless_others_are_given() -> None:
 
 
 @pytest.mark.parametrize("k", WINDOWS)
-def test_an_eos_in_the_prompt_ends_nothing(k: int) -> None:
-    assert run(generator(k), [1, 2, 3], eos_token_id=3, max_new_tokens=2)[0] == [1, 2, 3, 4, 5]
-
-
-@pytest.mark.parametrize("k", WINDOWS)
 def test_id_zero_and_the_pad_id_are_tokens_like_any_other(k: int) -> None:
     script = [5, 0, 7, 0, 0, 9, 7, 7, 3, 0]
     text, reason, result = run(generator(k, script=script, pad=7), [5], max_new_tokens=9)
     assert (text, reason, result.lengths) == (script, "length", [10])
 
 
-PIECES = [b"?", b"", b"st", b"op", b"opera", b"las", b"topper", b" x", b"s", b"t", b"o", b"p", b"stop"]
 E9, ACCENT = b"\xc3", b"\xa9"
-OVERHANG = [
-    (["stop"], [b"st", b"opera", b"s"], 2),
-    (["stop"], [b"las", b"topper", b"s"], 2),
-    (["stop"], [b"s", b"t", b"o", b"p", b" x"], 4),
-    (["stop"], [b" x", b"stop", b"s"], 2),
-    (["stop"], [b" stopper", b" x"], 1),
-    (["top", "opera"], [b"st", b"opera", b" x"], 2),
-    (["x\n\n"], [b"a x", b"\n", b"\nb", b"c"], 3),
-    (["\u00e9"], [b"a", E9, ACCENT, b"b"], 3),
-    (["\u00e9t"], [b"a", E9, ACCENT, b"t", b"b"], 4),
-    (["\u20ac!"], [b"\xe2", b"\x82", b"\xac", b"!!", b"x"], 4),
-    (["a\u00e9"], [b"aa\xc3", ACCENT, b"b"], 2),
+STOP, GO = ["stop"], [b"st", b"op", b" go", b" st", b"op", b"."]
+OUTPUT = StopStrings(("stop",), scope="output")
+"""Stop strings as in the responses of OpenAI's service, which do not begin in the prompt."""
+OVERHANG = [  # strings, pieces of a text, how many of them are the prompt, how many are kept
+    (STOP, [b"st", b"opera", b"s"], 0, 2),
+    (STOP, [b"las", b"topper", b"s"], 0, 2),
+    (STOP, [b"s", b"t", b"o", b"p", b" x"], 0, 4),
+    (STOP, [b" x", b"stop", b"s"], 0, 2),
+    (STOP, [b" stopper", b" x"], 0, 1),
+    (["top", "opera"], [b"st", b"opera", b" x"], 0, 2),
+    (["x\n\n"], [b"a x", b"\n", b"\nb", b"c"], 0, 3),
+    (["\u00e9"], [b"a", E9, ACCENT, b"b"], 0, 3),
+    (["\u00e9t"], [b"a", E9, ACCENT, b"t", b"b"], 0, 4),
+    (["\u20ac!"], [b"\xe2", b"\x82", b"\xac", b"!!", b"x"], 0, 4),
+    (["a\u00e9"], [b"aa\xc3", ACCENT, b"b"], 0, 2),
+    (STOP, [b"a sto", b"p\xc3", ACCENT, b"b"], 0, 2),  # an unfinished character hides nothing before it
+    (STOP, GO, 1, 2),  # it may begin in the prompt, but not end there
+    (STOP, GO, 2, 5),
+    (OUTPUT, GO, 1, 5),
+    (OUTPUT, GO, 4, 6),  # nowhere
+    (StopStrings(("\u00e9t",), scope="output"), [b"x" + E9, ACCENT + b"t", b"."], 1, 2),  # a character crosses it
 ]
 
 
 @pytest.mark.parametrize("k", WINDOWS)
-@pytest.mark.parametrize(("strings", "pieces", "kept"), OVERHANG, ids=str)
+@pytest.mark.parametrize(("strings", "pieces", "given", "kept"), OVERHANG, ids=str)
 def test_stop_string_across_windows_and_tokens_ends_the_text(
-    strings: list[str], pieces: list[bytes], kept: int, k: int
+    strings: list[str] | StopStrings, pieces: list[bytes], given: int, kept: int, k: int
 ) -> None:
     names = [b"<", *pieces, *[b"z%d" % i for i in range(V)]]
     script = list(range(len(pieces) + 4))
-    asked = {"stop_strings": strings, "tokenizer": Pieces(names), "max_new_tokens": len(script) - 1}
-    text, reason, _ = run(generator(k, script=script), [0], **asked)
-    assert (text, reason) == (script[: kept + 1], "stop")
-
-
-@pytest.mark.parametrize("k", WINDOWS)
-def test_a_stop_string_may_begin_in_the_prompt_but_not_end_there(k: int) -> None:
-    names = [b"", b"st", b"op", b" go", b" st", b"op", b"."] + [b"z"] * V
-    script = [1, 2, 3, 4, 5, 6]
-    asked = {"stop_strings": "stop", "tokenizer": Pieces(names), "max_new_tokens": 4}
-    assert run(generator(k, script=script), [1], **asked)[:2] == ([1, 2], "stop")
-    assert run(generator(k, script=script), [1, 2], **asked)[:2] == ([1, 2, 3, 4, 5], "stop")
-
-
-@pytest.mark.parametrize("k", WINDOWS)
-def test_in_new_text_alone_a_stop_string_does_not_begin_in_the_prompt(k: int) -> None:
-    """Stop strings as in the responses of OpenAI's service; the second text is all new. A character may cross the
-    border.
-    """
-    names = [b"", b"st", b"op", b" go", b" st", b"op", b"."] + [b"z"] * V
-    script = [1, 2, 3, 4, 5, 6]
-    asked = {"stop_strings": StopStrings(("stop",), scope="output"), "tokenizer": Pieces(names), "max_new_tokens": 5}
-    assert run(generator(k, script=script), [1], **asked)[:2] == ([1, 2, 3, 4, 5], "stop")
-    assert run(generator(k, script=script), [1, 2, 3, 4], **{**asked, "max_new_tokens": 2})[:2] == (script, "length")
-    names = [b"", b"x" + E9, ACCENT + b"t", b"."] + [b"z"] * V
-    asked = {"stop_strings": StopStrings(("\u00e9t",), scope="output"), "tokenizer": Pieces(names), "max_new_tokens": 2}
-    assert run(generator(k, script=[1, 2, 3]), [1], **asked)[:2] == ([1, 2], "stop")
-
-
-def test_an_unfinished_character_does_not_hide_a_stop_string_before_it() -> None:
-    names = [b"<", b"a sto", b"p\xc3", ACCENT, b"b"] + [b"z"] * V
-    asked = {"stop_strings": "stop", "tokenizer": Pieces(names), "max_new_tokens": 4}
-    assert run(generator(3, script=[0, 1, 2, 3, 4]), [0], **asked)[:2] == ([0, 1, 2], "stop")
+    asked = {"stop_strings": strings, "tokenizer": Pieces(names), "max_new_tokens": len(pieces) - given}
+    text, reason, _ = run(generator(k, script=script), script[: given + 1], **asked)
+    assert (text, reason) == (script[: kept + 1], "length" if (strings, given) == (OUTPUT, 4) else "stop")
 
 
 WORDS = every_byte()
@@ -187,18 +183,6 @@ def test_host_verified_rounds_stop_where_plain_decoding_does() -> None:
         assert one.text == new[:end]
 
 
-class Seen(StoppingCriteria):
-    """Writes down what it is shown; stops at a length."""
-
-    def __init__(self, at: int) -> None:
-        self.at, self.texts = at, []
-
-    def __call__(self, input_ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
-        assert input_ids.dtype == torch.int64
-        self.texts.append(input_ids[0].tolist())
-        return torch.tensor([input_ids.shape[1] >= self.at])
-
-
 @pytest.mark.parametrize("right", [True, False])
 @pytest.mark.parametrize("k", WINDOWS[1:])
 def test_a_criterion_sees_every_committed_token_once_with_the_text_before_it(k: int, right: bool) -> None:
@@ -206,28 +190,6 @@ def test_a_criterion_sees_every_committed_token_once_with_the_text_before_it(k: 
     text, reason, _ = run(generator(k, right=right), [1, 2], stopping_criteria_list=[seen], max_new_tokens=12)
     assert (text, reason) == ([1, 2, 3, 4, 5, 6, 7], "criteria")
     assert seen.texts == [list(range(1, size + 1)) for size in range(3, 8)]
-
-
-@pytest.mark.parametrize("k", WINDOWS)
-@pytest.mark.parametrize(
-    ("asked", "size", "why"),
-    [
-        ({"eos_token_id": 4, "max_new_tokens": 5}, 4, "stop"),
-        ({"eos_token_id": 6, "max_new_tokens": 4}, 5, "length"),
-        ({"eos_token_id": 5, "max_new_tokens": 4}, 5, "stop"),
-        ({"stopping_criteria_list": [Seen(5)], "eos_token_id": 6, "max_new_tokens": 8}, 5, "criteria"),
-        ({"stopping_criteria_list": [Seen(6)], "eos_token_id": 5, "max_new_tokens": 8}, 5, "stop"),
-        ({"stopping_criteria_list": [Seen(8)], "max_new_tokens": 3}, 4, "length"),
-        ({"stopping_criteria_list": StoppingCriteriaList([MaxLengthCriteria(6)]), "max_new_tokens": 9}, 6, "length"),
-        ({"stop_strings": "d", "tokenizer": Pieces([b"", *b"a b c d e f g h".split()] + [b"z"] * 9),
-          "eos_token_id": 5, "max_new_tokens": 9}, 4, "stop"),
-    ],
-    ids=lambda given: "+".join(given) if isinstance(given, dict) else str(given),
-)  # fmt: skip
-def test_the_earliest_reason_wins(k: int, asked: dict[str, object], size: int, why: str) -> None:
-    text, reason, result = run(generator(k), [1], **asked)
-    assert (text, reason) == (list(range(1, size + 1)), why)
-    assert result.statistics.new_tokens == size - 1
 
 
 def test_max_time_is_reported_as_the_finish_reason() -> None:
@@ -248,28 +210,21 @@ def test_tokens_cut_by_a_stop_are_not_counted(k: int) -> None:
     assert [event.finish_reason for event in events] == [None] * (len(events) - 1) + ["stop"]
 
 
-class Confident:
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: object) -> bool:
-        return bool(scores[-1].softmax(-1).max() > 0.5)
-
-
-class Guarded:
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: object) -> bool:
+def test_a_criterion_without_scores_is_called() -> None:
+    def guarded(ids: torch.Tensor, scores: Any, **_: object) -> bool:
         return scores is not None and bool(scores[-1].max() > 0.5)
 
-
-class Passing:
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **more: object) -> bool:
-        return Guarded()(input_ids, scores, **more)
-
-
-@pytest.mark.parametrize("criterion", [Guarded(), Passing(), lambda ids, scores: scores])
-def test_a_criterion_without_scores_is_called(criterion: Any) -> None:
-    assert run(generator(4), [1], stopping_criteria_list=[criterion], max_new_tokens=3)[0] == [1, 2, 3, 4]
+    for criterion in (guarded, lambda ids, scores, **more: guarded(ids, scores, **more), lambda ids, scores: scores):
+        assert run(generator(4), [1], stopping_criteria_list=[criterion], max_new_tokens=3)[0] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(
-    "criterion", [Confident(), lambda ids, scores: scores.max() > 1, lambda _, scores: max(scores) > 1]
+    "criterion",
+    [
+        lambda ids, scores: scores[-1].softmax(-1).max() > 0.5,
+        lambda ids, scores: scores.max() > 1,
+        lambda _, scores: max(scores) > 1,
+    ],
 )
 def test_a_criterion_that_reads_scores_is_rejected_by_name(criterion: Any) -> None:
     """The criterion gets None, as from `generate` without output_scores."""

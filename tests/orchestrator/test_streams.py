@@ -1,23 +1,28 @@
-"""Streams, streamers, events and statistics tell the same story as the result."""
+"""Streams, streamers, events and statistics tell the same story as the result; a request that is over is forgotten."""
 
 from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from transformers import TextIteratorStreamer, TextStreamer
+from torch import Tensor
+from transformers import TextIteratorStreamer
 
-from paceline import NgramDrafter, RequestOutput, SpeculativeGenerator
+from paceline import FunctionDrafter, NgramDrafter, RequestOutput, SpeculativeGenerator
 from paceline.core.errors import DecoderBusyError, SamplingError
+from paceline.core.protocols import Drafter
+from paceline.core.types import Commit, DraftShape, FeatureSpec, Proposal, RoundLimits, SamplingTensors
 from paceline.engine.engine import ListQueue
 from paceline.engine.request import Request, SamplingParams
-from paceline.outputs import GenerationResult
+from paceline.target.host_verifier import HostVerifier
 from tests.fakes import Checked, TableDecoder, near, table
+from tests.sampled import run, texts
 
 V = 12
 TARGET = table(V, seed=5, spread=2.0)
@@ -52,31 +57,16 @@ def generator(slots: int = 1, *, k: int = 4, acceptor: str = "match") -> Specula
     return Checked(draft, TableDecoder(TARGET, slots=slots), k=k, acceptor=acceptor)
 
 
-def test_a_streamer_gets_the_prompt_and_then_every_token_once() -> None:
-    heard = Heard()
-    text = generator().sample([PROMPTS[0]], max_new_tokens=17, streamer=heard)
-    assert isinstance(text, torch.Tensor)
-    assert heard.values[0].tolist() == [PROMPTS[0]]
-    assert torch.cat(heard.values[1:]).tolist() == text[0, len(PROMPTS[0]) :].tolist()
-    assert heard.ended == 1
-
-
-def test_a_streamer_gets_nothing_after_a_stop() -> None:
-    heard = Heard()
-    first = generator().sample([PROMPTS[0]], max_new_tokens=17)
-    assert isinstance(first, torch.Tensor)
-    eos = int(first[0, 12])
-    text = generator().sample([PROMPTS[0]], eos_token_id=eos, streamer=heard)
-    assert isinstance(text, torch.Tensor)
-    assert torch.cat(heard.values[1:]).tolist() == text[0, len(PROMPTS[0]) :].tolist()
-    assert int(heard.values[-1]) == eos
-
-
-def test_hugging_face_s_text_streamer_prints_the_text(capsys: pytest.CaptureFixture[str]) -> None:
-    streamer = TextStreamer(Letters(), skip_prompt=True)  # type: ignore[arg-type]
-    text = generator().sample([PROMPTS[0]], max_new_tokens=17, streamer=streamer)
-    assert isinstance(text, torch.Tensor)
-    assert capsys.readouterr().out == Letters().decode(text[0, len(PROMPTS[0]) :].tolist()) + "\n"
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_streamer_gets_the_prompt_and_then_every_token_once(stops: bool) -> None:
+    """And nothing after a stop."""
+    heard, asked = Heard(), {"max_new_tokens": 17}
+    text: Any = generator().sample([PROMPTS[0]], **asked)
+    eos = int(text[0, 12])
+    made: Any = generator().sample([PROMPTS[0]], streamer=heard, eos_token_id=eos if stops else [], **asked)
+    assert heard.values[0].tolist() == [PROMPTS[0]] and heard.ended == 1
+    assert torch.cat(heard.values[1:]).tolist() == made[0, len(PROMPTS[0]) :].tolist()
+    assert not stops or int(heard.values[-1]) == eos
 
 
 def test_hugging_face_s_iterator_streamer_works_across_threads() -> None:
@@ -116,26 +106,19 @@ def test_a_streamer_that_fails_is_ended_and_leaves_the_decoders_free() -> None:
     one.sample([PROMPTS[0]], max_new_tokens=2)
 
 
-def test_a_stream_holds_its_decoders_until_it_is_closed() -> None:
-    one = generator()
-    events = one.stream([PROMPTS[0]])
-    next(events)
-    with pytest.raises(DecoderBusyError, match="another generation"):
-        one.sample([PROMPTS[0]])
-    with pytest.raises(DecoderBusyError):
-        SpeculativeGenerator(None, one.target).sample([PROMPTS[0]])
-    events.close()  # type: ignore[attr-defined]
-    one.sample([PROMPTS[0]], max_new_tokens=2)
-
-
-def test_a_stream_holds_its_decoders_before_its_first_event() -> None:
+def test_a_stream_holds_its_decoders_from_the_call_until_it_is_done_or_closed() -> None:
     one = generator()
     events = one.stream([PROMPTS[0]], max_new_tokens=5)
-    for busy in (one.stream, one.sample):
+    for busy in (one.stream, one.sample, SpeculativeGenerator(None, one.target).sample):
         with pytest.raises(DecoderBusyError, match="another generation"):
             busy([PROMPTS[0]])
     assert len({event.index for event in events}) == 1  # whoever was first goes on
     assert one.statistics.new_tokens == 5
+    events = one.stream([PROMPTS[0]])
+    next(events)
+    with pytest.raises(DecoderBusyError):
+        one.sample([PROMPTS[0]])
+    events.close()  # type: ignore[attr-defined]
     one.sample([PROMPTS[0]], max_new_tokens=2)
 
 
@@ -191,11 +174,9 @@ def story(events: Iterator[RequestOutput], count: int) -> tuple[list[list[int]],
 def test_events_statistics_and_result_agree(slots: int, acceptor: str) -> None:
     asked = {"max_new_tokens": 19, "do_sample": True, "eos_token_id": 3}
     one = generator(slots, acceptor=acceptor)
-    result = one.sample(PROMPTS, return_dict=True, **asked)  # type: ignore[arg-type]
-    assert isinstance(result, GenerationResult)
+    result = run(one, PROMPTS, **asked)
     tokens, ends, events = story(one.stream(PROMPTS, **asked), len(PROMPTS))  # type: ignore[arg-type]
-    rows = zip(PROMPTS, result.sequences.tolist(), result.lengths, strict=True)
-    assert tokens == [row[len(prompt) : size] for prompt, row, size in rows]
+    assert [[*prompt, *own] for prompt, own in zip(PROMPTS, tokens, strict=True)] == texts(result)
     assert ends == result.finish_reasons
     counts = one.statistics
     assert counts.new_tokens == sum(len(t) for t in tokens)
@@ -226,13 +207,6 @@ def test_plain_decoding_has_a_tau_of_one_and_drafts_nothing(k: int) -> None:
     assert (one.statistics.num_rounds, one.statistics.tau, one.statistics.acceptance_rate) == (0, 1.0, 0.0)
 
 
-def test_statistics_are_those_of_the_last_call() -> None:
-    one = Checked(NgramDrafter(3), TableDecoder(TARGET))
-    for size in (9, 4):
-        one.sample([PROMPTS[0]], max_new_tokens=size)
-        assert one.statistics.new_tokens == size
-
-
 def test_texts_that_end_early_do_not_delay_the_others() -> None:
     """Each of them has a slot at once; otherwise a sharer of the rounds would wait until all are prefilled."""
     made = generator(2)
@@ -246,3 +220,102 @@ def test_texts_that_end_early_do_not_delay_the_others() -> None:
         order = [event.index for event in events]
     assert [index for index in order if index] == list(range(1, 9))
     assert order[order.index(1) : order.index(8)].count(0) >= 3
+
+
+class Register(Drafter):
+    """A drafter that proposes nothing and knows who is seated; strict about the order of calls."""
+
+    draft_shape = DraftShape.chain(2)
+    reads: FeatureSpec | None = None
+    max_positions: int | None = None
+
+    def __init__(self, *, fails: bool = False) -> None:
+        self.seated: set[int] = set()
+        self.releases, self._fails = 0, fails
+
+    def add_request(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
+        assert slot not in self.seated, "a slot is taken twice"
+        self.seated.add(slot)
+        if self._fails:
+            raise LookupError("no idea")
+
+    def finish_request(self, slot: int) -> None:
+        self.seated.discard(slot)
+        self.releases += 1
+
+    def update(self, commit: Commit) -> None:
+        """No round without a request; a slot that holds one is past its prompt."""
+        assert self.seated
+        assert all(commit.first_row[slot] > 0 for slot in self.seated)
+
+    def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
+        return Proposal(torch.full((len(commit.tokens), 2), -1, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("scores", [False, True])
+@pytest.mark.parametrize("new", [1, 2, 9])
+def test_every_request_is_released_once_before_its_slot_is_taken_again(new: int, scores: bool) -> None:
+    drafter = Register()
+    SpeculativeGenerator(drafter, TableDecoder(TARGET, slots=2)).sample(
+        PROMPTS, max_new_tokens=new, eos_token_id=3, output_scores=scores
+    )
+    assert (drafter.seated, drafter.releases) == (set(), len(PROMPTS))
+
+
+def test_a_stream_that_is_closed_or_dropped_releases_its_requests() -> None:
+    drafter = Register()
+    one = SpeculativeGenerator(drafter, TableDecoder(TARGET, slots=2))
+    events = one.stream(PROMPTS)
+    next(events)
+    assert drafter.seated == {0, 1}
+    events.close()  # type: ignore[attr-defined]
+    assert drafter.seated == set()
+    events = one.stream(PROMPTS)
+    next(events)
+    del events
+    gc.collect()
+    assert drafter.seated == set()
+
+
+def test_a_request_that_fails_is_released() -> None:
+    drafter = Register(fails=True)
+    with pytest.raises(LookupError):
+        SpeculativeGenerator(drafter, TableDecoder(TARGET, slots=2)).sample(PROMPTS)
+    assert drafter.seated == set()
+
+    def broken(ids: torch.Tensor, scores: object) -> bool:
+        raise LookupError("no idea")
+
+    drafter = Register()
+    with pytest.raises(LookupError):
+        SpeculativeGenerator(drafter, TableDecoder(TARGET)).sample(PROMPTS, stopping_criteria_list=[broken])
+    assert drafter.seated == set()
+
+
+@pytest.mark.parametrize("kind", ["ngram", "lift"])
+def test_a_drafters_memory_is_bounded_by_the_running_requests(kind: str) -> None:
+    """Idle slots get commits too: while one long text continues, nothing is added for those that are done."""
+    drafter = NgramDrafter(3) if kind == "ngram" else FunctionDrafter(lambda text: text[:3], 3)
+    one = SpeculativeGenerator(drafter, TableDecoder(TARGET, slots=3))
+    alone = 0
+    for _ in range(30):
+        for event in one.stream([[1, 2, 1, 2], [4], [6, 5]], stopping_criteria_list=[_short_ones]):
+            kept = drafter._texts
+            assert len(kept) <= 3
+            alone += set(kept) == {0} and event.index == 0
+        assert not drafter._texts
+    assert alone > 30, "the long text was never alone, so this shows nothing"
+
+
+def _short_ones(ids: torch.Tensor, _scores: object) -> bool:
+    """Ends texts that do not begin as the first prompt does."""
+    return ids[0, :3].tolist() != [1, 2, 1] and ids.shape[1] >= 8
+
+
+def test_the_host_verifier_forgets_texts_and_scores() -> None:
+    draft = TableDecoder(near(TARGET, seed=1, spread=0.5), slots=2)
+    one = SpeculativeGenerator(draft, TableDecoder(TARGET, slots=2))
+    one.sample(PROMPTS, max_new_tokens=6, output_scores=True)
+    assert one.engine.rounds.on_host is not None
+    verifier = one.engine.rounds.on_host().verifier
+    assert isinstance(verifier, HostVerifier) and verifier.scores is None and one.engine.slots == [None, None]

@@ -1,21 +1,7 @@
 """Structured output inside speculation: always valid where the length allows, and always the tokens of plain decoding.
 
-Bugs of this class in other engines, and the test here that would find each:
-
-    vllm#44993: grammar not advanced for drafted tokens beyond the reasoning block
-        test_the_grammar_starts_after_the_reasoning_even_inside_a_draft
-    vllm#47616: token ids and log-probabilities after a stop string leaked
-        test_scores_and_tokens_end_together_with_the_text
-    sglang#9187: EAGLE stuck where the draft did not fit the grammar
-        test_structured_outputs_are_valid_and_equal_plain_decoding
-    vllm#54437: masks that fail open for lost drafts
-        test_a_bias_does_not_enable_tokens_the_grammar_forbids
-    vllm#49694: a mask applied to another request's rows
-        test_mixed_rows.py
-    vllm#53777: the same draft rejected forever
-        test_a_draft_model_under_the_mask_is_accepted_about_as_much_as_without_a_grammar
-    vllm#42744: bias missing at drafted positions
-        test_token_rules.py
+Names such as vllm#44993 are bugs of other engines that the test would find; a mask on another request's rows
+(vllm#49694) is in `test_mixed_rows.py`, a bias missing at drafted positions (vllm#42744) in `test_token_rules.py`.
 """
 
 from __future__ import annotations
@@ -24,6 +10,7 @@ import json
 import re
 from typing import Any
 
+import jsonschema
 import pytest
 import torch
 from torch import Tensor
@@ -34,25 +21,22 @@ from paceline.text.structured_output import MAX_SOURCE_BYTES, GrammarCompiler, S
 from tests.fakes import TableDecoder, near, table
 from tests.orchestrator.json_tokens import BOS, END, EOS, SIZE, VOCABULARY, tokenizer
 from tests.orchestrator.test_trees import Orchard
+from tests.sampled import run, texts
 
 TARGET = table(SIZE, seed=3, spread=2.0)
 DRAFT = near(TARGET, seed=4, spread=0.6)
 WORDS = tokenizer()
 NEW = 40
-FLAT = {
-    "type": "object",
-    "properties": {"a": {"type": "boolean"}, "b": {"type": "integer", "minimum": 0, "maximum": 99}},
-    "required": ["a", "b"],
-    "additionalProperties": False,
-    "x-guidance": {"whitespace_flexible": False},
-}
-NESTED = {
-    "type": "object",
-    "properties": {"abc": {"type": "array", "items": {"enum": ["a", "bc", None]}, "minItems": 1, "maxItems": 3}},
-    "required": ["abc"],
-    "additionalProperties": False,
-    "x-guidance": {"whitespace_flexible": False},
-}
+
+
+def closed(**properties: object) -> dict[str, object]:
+    """The schema of an object with exactly these keys, and no white space."""
+    keys = {"properties": properties, "required": [*properties], "additionalProperties": False}
+    return {"type": "object", **keys, "x-guidance": {"whitespace_flexible": False}}
+
+
+FLAT = closed(a={"type": "boolean"}, b={"type": "integer", "minimum": 0, "maximum": 99})
+NESTED = closed(abc={"type": "array", "items": {"enum": ["a", "bc", None]}, "minItems": 1, "maxItems": 3})
 ASKED = {
     "flat": StructuredOutput("json_schema", FLAT),
     "nested": StructuredOutput("json_schema", json.dumps(NESTED)),
@@ -71,8 +55,6 @@ def valid(kind: str, text: str) -> bool:
         return text in ("true", "abc", "ab")
     if kind == "grammar":
         return re.fullmatch(r"\[(b*a)(,b*a)*\]", text) is not None
-    import jsonschema
-
     jsonschema.validate(json.loads(text), FLAT if kind == "flat" else NESTED)
     return True
 
@@ -90,15 +72,20 @@ def generator(mode: str, target: Tensor = TARGET, draft_of_it: Tensor = DRAFT) -
 def outputs(made: SpeculativeGenerator, kind: str, *, drawn: bool, count: int = 8) -> list[tuple[list[int], str]]:
     prompts = [[BOS, place % SIZE] for place in range(count)]
     setting = {"do_sample": True, "temperature": 1.0, "seed": 5} if drawn else {}
-    done = made.sample(
-        prompts, return_dict=True, max_new_tokens=NEW, structured_outputs=ASKED[kind], tokenizer=WORDS, **setting
-    )  # type: ignore[call-overload]
-    rows = zip(done.sequences.tolist(), done.lengths, done.finish_reasons, strict=True)
-    return [(row[2:length], reason) for row, length, reason in rows]
+    done = run(made, prompts, max_new_tokens=NEW, structured_outputs=ASKED[kind], tokenizer=WORDS, **setting)
+    return [(row[2:], reason) for row, reason in zip(texts(done), done.finish_reasons, strict=True)]
+
+
+def one(made: SpeculativeGenerator, kind: str, **asked: object) -> list[int]:
+    """A text without its first token."""
+    return texts(run(made, [[BOS]], structured_outputs=ASKED[kind], tokenizer=WORDS, max_new_tokens=NEW, **asked))[0][
+        1:
+    ]
 
 
 @pytest.mark.parametrize("drawn", [False, True], ids=["greedy", "drawn"])
 def test_structured_outputs_are_valid_and_equal_plain_decoding(drawn: bool) -> None:
+    """sglang#9187: a drafter is stuck where the draft does not fit the grammar."""
     finished = checked = 0
     for kind in ASKED:
         plain = outputs(generator("plain"), kind, drawn=drawn)
@@ -115,6 +102,7 @@ def test_structured_outputs_are_valid_and_equal_plain_decoding(drawn: bool) -> N
 
 
 def test_a_draft_model_under_the_mask_is_accepted_about_as_much_as_without_a_grammar() -> None:
+    """vllm#53777: the same draft is rejected forever."""
     made = generator("model")
     outputs(made, "flat", drawn=False)
     assert made.statistics.acceptance_rate > 0.5  # most of it is forced, and the rest is chosen under the mask
@@ -122,7 +110,7 @@ def test_a_draft_model_under_the_mask_is_accepted_about_as_much_as_without_a_gra
 
 @pytest.mark.parametrize("special", [False, True], ids=["text", "special token"])
 def test_the_grammar_starts_after_the_reasoning_even_inside_a_draft(special: bool) -> None:
-    """Drafted tokens after the end of the reasoning are under the grammar, and move it."""
+    """vllm#44993: drafted tokens after the end of the reasoning are under the grammar, and move it."""
     words = tokenizer()
     if special:
         words.add_special_tokens({"additional_special_tokens": ["<end>"]})
@@ -134,17 +122,17 @@ def test_the_grammar_starts_after_the_reasoning_even_inside_a_draft(special: boo
     plain: dict[int, list[int]] = {}
     finished = crossed = 0
     for mode in ("plain", "ngram", "suffix", "model", "tree", "grown"):
-        texts: dict[int, list[int]] = {place: [] for place in range(8)}
+        found: dict[int, list[int]] = {place: [] for place in range(8)}
         for output in generator(mode, TARGET + likely, DRAFT + likely).stream(prompts, **params):  # type: ignore[arg-type]
-            texts[output.index] += output.tokens
+            found[output.index] += output.tokens
             crossed += mode == "model" and END in output.tokens[: output.accepted][:-1]
             if output.finish_reason == "stop" and mode == "plain":
-                reasoning, answer = texts[output.index], texts[output.index][:]
+                reasoning, answer = found[output.index], found[output.index][:]
                 del answer[: reasoning.index(END) + 1]
                 assert valid("flat", words.decode(answer, skip_special_tokens=True))
                 finished += 1
-        plain = plain or texts
-        assert texts == plain, mode
+        plain = plain or found
+        assert found == plain, mode
     assert finished >= 4 and crossed > 0
 
 
@@ -167,40 +155,29 @@ def test_opened_reasoning_precedes_the_grammar() -> None:
 
 def test_any_eos_id_appears_only_where_the_grammar_accepts() -> None:
     made = generator("ngram")
-    asked = {"structured_outputs": ASKED["choice"], "tokenizer": WORDS, "max_new_tokens": NEW}
-    bias = {END: 100.0, EOS: -100.0}
-    ids = made.sample([[BOS]], eos_token_id=[EOS, END], logit_bias=bias, **asked)[0].tolist()  # type: ignore[call-overload]
-    assert ids[-1] == END and valid("choice", WORDS.decode(ids[1:-1])), ids
-    never = made.sample([[BOS]], eos_token_id=[EOS], logit_bias={EOS: -100.0}, **asked)[0].tolist()  # type: ignore[call-overload]
+    ids = one(made, "choice", eos_token_id=[EOS, END], logit_bias={END: 100.0, EOS: -100.0})
+    assert ids[-1] == END and valid("choice", WORDS.decode(ids[:-1])), ids
+    never = one(made, "choice", eos_token_id=[EOS], logit_bias={EOS: -100.0})
     assert never[-1] == EOS  # nothing else may follow there, whatever the bias
 
 
-def test_min_tokens_yields_where_the_grammar_allows_only_the_end() -> None:
-    ids = (
-        generator("model")
-        .sample([[BOS]], structured_outputs=ASKED["choice"], tokenizer=WORDS, min_tokens=20, max_new_tokens=NEW)[0]
-        .tolist()
-    )  # type: ignore[index]
-    assert ids[-1] == EOS and valid("choice", WORDS.decode(ids[1:-1]))
+@pytest.mark.parametrize(
+    ("mode", "kind", "asked"),
+    [("model", "choice", {"min_tokens": 20}), ("suffix", "flat", {"logit_bias": {VOCABULARY["y"]: 100.0}})],
+)
+def test_the_grammar_is_stronger_than_min_tokens_and_a_bias(mode: str, kind: str, asked: dict[str, object]) -> None:
+    """vllm#54437: masks that fail open for lost drafts."""
+    ids = one(generator(mode), kind, **asked)
+    assert ids[-1] == EOS and valid(kind, WORDS.decode(ids[:-1]))
 
 
 def test_scores_and_tokens_end_together_with_the_text() -> None:
-    made = generator("model")
-    done = made.sample(
-        [[BOS]] * 3, return_dict=True, structured_outputs=ASKED["flat"], tokenizer=WORDS, logprobs=2, max_new_tokens=NEW
-    )  # type: ignore[call-overload]
+    """vllm#47616: ids and log-probabilities after a stop are returned."""
+    asked = {"structured_outputs": ASKED["flat"], "tokenizer": WORDS, "max_new_tokens": NEW}
+    done = run(generator("model"), [[BOS]] * 3, logprobs=2, **asked)
     assert done.token_logprobs is not None
-    for row, length, said in zip(done.sequences.tolist(), done.lengths, done.token_logprobs, strict=True):
-        assert [one.token for one in said] == row[1:length]
-
-
-def test_a_bias_does_not_enable_tokens_the_grammar_forbids() -> None:
-    bias = {VOCABULARY["z"] if "z" in VOCABULARY else VOCABULARY["y"]: 100.0}
-    made = generator("suffix")
-    ids = made.sample([[BOS]], structured_outputs=ASKED["flat"], tokenizer=WORDS, logit_bias=bias, max_new_tokens=NEW)[
-        0
-    ].tolist()  # type: ignore[index]
-    assert ids[-1] == EOS and valid("flat", WORDS.decode(ids[1:-1]))
+    for text, said in zip(texts(done), done.token_logprobs, strict=True):
+        assert [one.token for one in said] == text[1:]
 
 
 @pytest.mark.parametrize(
@@ -226,11 +203,10 @@ def test_a_grammar_without_tokenizer_or_eos_is_rejected() -> None:
     for more, said in (
         ({}, "expected a fast Hugging Face tokenizer"),
         ({"tokenizer": WORDS, "eos_token_id": []}, "expected an eos id"),
+        ({"tokenizer": WORDS, "ignore_eos": True}, "ignore_eos: expected False with structured_outputs, which"),
     ):
         with pytest.raises(SamplingError, match=said):
             made.sample([[BOS]], structured_outputs=ASKED["flat"], **more)  # type: ignore[call-overload]
-    with pytest.raises(SamplingError, match="ignore_eos: expected False with structured_outputs, which"):
-        made.sample([[BOS]], structured_outputs=ASKED["flat"], tokenizer=WORDS, ignore_eos=True)  # type: ignore[call-overload]
     for kind, value in (("choice", []), ("choice", "abc"), ("regex", ""), ("json_object", "{}"), ("xml", "a")):
         with pytest.raises(SamplingError, match="structured_outputs: expected"):
             StructuredOutput(kind, value)  # type: ignore[arg-type]
@@ -264,9 +240,7 @@ class Watched:
 
 
 def test_the_matcher_is_never_given_an_eos_id(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The matcher gets no end id, with a draft that ends texts too early and continues after the end, nor in plain
-    decoding.
-    """
+    """With a draft that ends texts too early and continues after the end, and in plain decoding."""
     given: list[int] = []
     compiled = GrammarCompiler.compile
 
@@ -279,14 +253,9 @@ def test_the_matcher_is_never_given_an_eos_id(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(GrammarCompiler, "compile", watched)
     eager = DRAFT.clone()
     eager[..., EOS] += 3
-    asked = {
-        "structured_outputs": ASKED["choice"],
-        "tokenizer": WORDS,
-        "max_new_tokens": NEW,
-        "eos_token_id": [END, EOS],
-    }
-    texts = []
-    for draft in (None, TableDecoder(DRAFT), TableDecoder(eager)):
-        texts.append(SpeculativeGenerator(draft, TableDecoder(TARGET), k=4).sample([[BOS]], **asked).tolist())
-    assert texts[0] == texts[1] == texts[2] and texts[0][0][-1] in (END, EOS)
+    ends = [
+        one(SpeculativeGenerator(draft, TableDecoder(TARGET), k=4), "choice", eos_token_id=[END, EOS])
+        for draft in (None, TableDecoder(DRAFT), TableDecoder(eager))
+    ]
+    assert ends[0] == ends[1] == ends[2] and ends[0][-1] in (END, EOS)
     assert given and not {END, EOS} & set(given)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -13,15 +14,16 @@ from paceline import FunctionDrafter, SpeculativeGenerator
 from paceline.core.errors import ConfigurationError, SamplingError
 from paceline.core.types import TokenLogprobs
 from tests.fakes import TableDecoder, table
+from tests.sampled import run
 
 V = 12
 TARGET = table(V, seed=7, spread=2.0)
 SETTINGS: list[dict[str, object]] = [{}, {"do_sample": True, "temperature": 1.0, "seed": 3}]
 
 
-def sampled(draft: object = None, slots: int = 1, options: dict[str, object] | None = None, **asked: object) -> object:
+def sampled(draft: object = None, slots: int = 1, options: dict[str, object] | None = None, **asked: object) -> Any:
     made = SpeculativeGenerator(draft, TableDecoder(TARGET, slots=slots), **(options or {}))
-    return made.sample([[1, 2]], return_dict=True, **{"eos_token_id": [], "max_new_tokens": 24, **asked})  # type: ignore[call-overload]
+    return run(made, [[1, 2]], **{"eos_token_id": [], "max_new_tokens": 24, **asked})
 
 
 def by_hand(setting: dict[str, object], presence: float, frequency: float, bias: dict[int, float]) -> list[int]:
@@ -34,23 +36,23 @@ def by_hand(setting: dict[str, object], presence: float, frequency: float, bias:
             scores[0, token] += value
         return scores
 
-    return sampled(logits_processor=[penalised], **setting).sequences[0].tolist()  # type: ignore[attr-defined, no-any-return]
+    return sampled(logits_processor=[penalised], **setting).sequences[0].tolist()
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=["greedy", "drawn"])
 def test_penalties_and_bias_equal_the_api_definition(setting: dict[str, object]) -> None:
     bias = {3: 1.5, 5: -100.0}
     asked = {"presence_penalty": 0.7, "frequency_penalty": 0.4, "logit_bias": bias, **setting}
-    text = sampled(**asked).sequences[0].tolist()  # type: ignore[attr-defined]
+    text = sampled(**asked).sequences[0].tolist()
     assert text == by_hand(setting, 0.7, 0.4, bias)
-    assert text != sampled(**setting).sequences[0].tolist()  # type: ignore[attr-defined]
+    assert text != sampled(**setting).sequences[0].tolist()
     assert 5 not in text[2:]
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=["greedy", "drawn"])
 def test_logprobs_are_the_models_before_any_processing(setting: dict[str, object]) -> None:
     done = sampled("ngram", options={"k": 3}, logprobs=4, logit_bias={5: -100.0}, output_scores=True, **setting)
-    text, said = done.sequences[0].tolist(), done.token_logprobs[0]  # type: ignore[attr-defined]
+    text, said = done.sequences[0].tolist(), done.token_logprobs[0]
     assert len(said) == len(text) - 2
     for at, one in enumerate(said, start=2):
         model = TARGET[text[at - 2], text[at - 1]].log_softmax(-1)
@@ -60,16 +62,28 @@ def test_logprobs_are_the_models_before_any_processing(setting: dict[str, object
         assert [token for token, _ in one.top] == model.topk(4).indices.tolist()
         assert [value for _, value in one.top] == pytest.approx(model.topk(4).values.tolist(), abs=1e-5)
     plain = sampled("ngram", options={"k": 3}, logit_bias={5: -100.0}, **setting)
-    assert plain.sequences.tolist() == done.sequences.tolist() and plain.token_logprobs is None  # type: ignore[attr-defined]
+    assert plain.sequences.tolist() == done.sequences.tolist() and plain.token_logprobs is None
 
 
 def test_min_tokens_delays_the_eos_id_and_ignore_eos_ignores_it() -> None:
     free = sampled(max_new_tokens=24, ignore_eos=True, eos_token_id=list(range(V)))
-    assert free.lengths == [26]  # type: ignore[attr-defined]
-    eos = free.sequences[0].tolist()[4]  # type: ignore[attr-defined]
+    assert free.lengths == [26]
+    eos = free.sequences[0].tolist()[4]
     short, later = sampled(eos_token_id=eos), sampled(eos_token_id=eos, min_tokens=8)
-    assert short.lengths[0] <= 5 and later.lengths[0] >= 2 + 9  # type: ignore[attr-defined]
-    assert eos not in later.sequences[0].tolist()[2:10]  # type: ignore[attr-defined]
+    assert short.lengths[0] <= 5 and later.lengths[0] >= 2 + 9
+    assert eos not in later.sequences[0].tolist()[2:10]
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_min_tokens_suppresses_an_eos_id_inside_a_block(drawn: bool) -> None:
+    """The draft proposes the end everywhere; openvino-genai 2026.4.1.0 fails in this case."""
+    asked = {"do_sample": drawn, "eos_token_id": 7, "min_tokens": 6}
+    eager = TARGET.clone()
+    eager[..., 7] += 4
+    text = sampled(**asked).sequences.tolist()
+    for draft in (TARGET, eager):
+        assert sampled(TableDecoder(draft), options={"k": 4}, **asked).sequences.tolist() == text
+    assert 7 not in text[0][2:8]
 
 
 def test_n_continuations_equal_n_rows_with_the_same_prompt() -> None:
@@ -78,29 +92,6 @@ def test_n_continuations_equal_n_rows_with_the_same_prompt() -> None:
     several = made.sample([[1, 2], [3, 4]], n=3, **setting)  # type: ignore[call-overload]
     rows = made.sample([[1, 2]] * 3 + [[3, 4]] * 3, **setting)  # type: ignore[call-overload]
     assert torch.equal(several, rows) and len({tuple(row) for row in several.tolist()}) == 6
-
-
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        ({"presence_penalty": 3}, "presence_penalty: expected a number from -2 to 2, got 3"),
-        ({"frequency_penalty": float("nan")}, "frequency_penalty: expected a number from"),
-        ({"logprobs": 21}, "logprobs: expected a number from 0 to 20, got 21"),
-        ({"logprobs": True}, "logprobs: expected an integer or None"),
-        ({"n": 0}, "n: expected a number from 1"),
-        ({"min_tokens": -1}, "min_tokens: expected a number of at least 0"),
-        ({"logit_bias": {3: 101}}, "logit_bias: expected values from"),
-        ({"logit_bias": {"3": 1}}, "logit_bias: expected a mapping of ids to numbers"),
-        ({"logit_bias": {V: 1}}, f"logit_bias: expected ids of the vocabulary of {V}, got {V}"),
-        ({"structured_outputs": {"type": "object"}}, "structured_outputs: expected a StructuredOutput"),
-        ({"prediction": 3}, "prediction: expected a string or a list of integers"),
-    ],
-)
-def test_invalid_token_rules_are_rejected_before_any_work(asked: dict[str, object], said: str) -> None:
-    made = SpeculativeGenerator(None, TableDecoder(TARGET))
-    with pytest.raises(SamplingError, match=said):
-        made.sample([[1, 2]], **asked)  # type: ignore[call-overload]
-    assert made.target.body.forwards == 0  # type: ignore[attr-defined]
 
 
 def test_a_rule_on_the_device_rejects_logprobs() -> None:

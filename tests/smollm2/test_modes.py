@@ -14,8 +14,6 @@ from tests.docs.pages import script
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "smollm2"
 SAMPLED = {"do_sample": True, "temperature": 0.7, "seed": 3}
-
-
 MEASURE = script(FOLDER / "recipe" / "measure.py", "smollm2_measure")
 PUBLISHED = json.loads((FOLDER / "acceptance.json").read_text())
 NAMES = [name for name in PUBLISHED if name not in ("prompts", "new_tokens")]
@@ -48,16 +46,11 @@ def drafts() -> dict[str, dict[str, Any]]:
 
 FEW = ("eagle3, dynamic tree",)
 """What `make test` asks."""
-CASES = [pytest.param(name, marks=() if name in FEW else pytest.mark.full) for name in NAMES]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(one, marks=() if one in FEW else pytest.mark.full) for one in NAMES])
 def test_a_drafter_changes_no_token_and_drafts_as_published(
-    target: SamplingDecoder,
-    rows: list[list[int]],
-    plain: dict[str, Any],
-    drafts: dict[str, dict[str, Any]],
-    name: str,
+    target: SamplingDecoder, rows: list[list[int]], plain: dict[str, Any], drafts: dict[str, dict[str, Any]], name: str
 ) -> None:
     generator = SpeculativeGenerator(target=target, **drafts[name])
     found = MEASURE.run(generator, rows)

@@ -18,6 +18,7 @@ from paceline.decoder.weights import hub
 from paceline.decoder.weights.checkpoint import load_weights
 from paceline.text.tokenizer import has_tokenizer, load_tokenizer
 from tests.fakes_models import generated
+from tests.sampled import run, texts
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 QUESTIONS = [
@@ -61,8 +62,7 @@ def loaded(path: Path) -> SamplingDecoder:
 
 
 def greedy(decoder: SamplingDecoder, prompts: Texts) -> Texts:
-    made: Any = decoder.sample(prompts, max_new_tokens=NEW, return_dict=True)
-    return [row[:length].tolist() for row, length in zip(made.sequences, made.lengths, strict=True)]
+    return texts(run(decoder, prompts, max_new_tokens=NEW))
 
 
 def test_greedy_tokens_of_the_fetched_folder_equal_transformers(smollm2: Path, prompts: Texts) -> None:

@@ -18,6 +18,7 @@ from paceline.core.errors import ConfigurationError
 from paceline.decoder.token_files import write_tokens
 from paceline.heads.features import Conversations
 from paceline.heads.frozen_model import FrozenTarget
+from tests.fakes_models import generated
 
 RECIPE = Path(__file__).resolve().parents[2] / "examples" / "smollm2" / "recipe"
 MODULES = ("gpu_decoder", "conversations", "ablation")
@@ -38,17 +39,10 @@ def recipe(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
 def model() -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=61,
-        hidden_size=48,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
+        vocab_size=61, hidden_size=48, intermediate_size=64, num_hidden_layers=4, num_attention_heads=6,
+        num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=True, initializer_range=0.2,
         rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
-        tie_word_embeddings=True,
-        initializer_range=0.2,
-    )
+    )  # fmt: skip
     return LlamaForCausalLM(config).eval()
 
 
@@ -59,15 +53,7 @@ def test_batched_greedy_texts_equal_transformers(recipe: dict[str, ModuleType], 
     prompts = [torch.randint(6, 61, (size,)).tolist() for size in (3, 9, 14, 5, 7, 2, 26, 11)]
     texts = decoder.texts([made.Prompt(ids, 0.0, 12) for ids in prompts])
     for ids, text in zip(prompts, texts, strict=True):
-        wanted = model.generate(
-            torch.tensor([ids]),
-            attention_mask=torch.ones(1, len(ids), dtype=torch.int64),
-            max_new_tokens=min(12, 32 - len(ids)),
-            do_sample=False,
-            eos_token_id=END,
-            pad_token_id=END,
-        )
-        assert text == wanted[0].tolist()
+        assert text == generated(model, ids, max_new_tokens=min(12, 32 - len(ids)), eos_token_id=END)
 
 
 def test_each_row_is_sampled_at_its_temperature(recipe: dict[str, ModuleType], model: LlamaForCausalLM) -> None:
@@ -144,20 +130,8 @@ def test_an_ablation_lists_each_variant_once(
     write_tokens(data, [stream()], vocab_size=61)
     write_tokens(tmp_path / "answers-eval.bin", [stream(8)], vocab_size=61)
     variants = ["EAGLE-3, replay", "DFlash, D-PACE"]
-    asked = [
-        "ablation.py",
-        "--target",
-        target,
-        "--data",
-        data,
-        "--out",
-        tmp_path / "runs",
-        "--tokens",
-        200,
-        "--ids",
-        40,
-    ]
-    monkeypatch.setattr(sys, "argv", [*map(str, asked), "--only", *variants])
+    asked = f"ablation.py --target {target} --data {data} --out {tmp_path / 'runs'} --tokens 200 --ids 40".split()
+    monkeypatch.setattr(sys, "argv", [*asked, "--only", *variants])
     for _ in range(2):
         recipe["ablation"].main()
         rows = [json.loads(line) for line in (tmp_path / "runs" / "results.jsonl").read_text().splitlines()]
