@@ -35,42 +35,24 @@ Pair = Callable[[], tuple[TableDecoder, object, dict[str, object]]]
 
 FAULTS: dict[str, tuple[str, Pair]] = {
     "acceptance always yes": ("greedy", lambda: (faults.target(), faults.model(), {"acceptor": faults.AlwaysYes()})),
-    "a lossy rule that claims to be lossless": (
-        "first-tokens",
-        lambda: (faults.target(slots=MANY), faults.model(slots=MANY), {"acceptor": faults.Plausible(epsilon=0.02)}),
-    ),
-    "a cache that forgets the last row": (
-        "greedy",
-        lambda: (faults.target(faults.ForgetsLastRow), faults.model(logits=faults.TARGET), {}),
-    ),
-    "argmax drafts scored as drawn": (
-        "first-tokens",
-        lambda: (faults.target(slots=MANY), faults.ArgmaxAsDrawn(2, slots=MANY), {"acceptor": "reject"}),
-    ),
+    "a lossy rule that claims to be lossless": ("first-tokens", lambda: (
+        faults.target(slots=MANY), faults.model(slots=MANY), {"acceptor": faults.Plausible(epsilon=0.02)})),
+    "a cache that forgets the last row": ("greedy", lambda: (
+        faults.target(faults.ForgetsLastRow), faults.model(logits=faults.TARGET), {})),
+    "argmax drafts scored as drawn": ("first-tokens", lambda: (
+        faults.target(slots=MANY), faults.ArgmaxAsDrawn(2, slots=MANY), {"acceptor": "reject"})),
     "positions off by one": ("sampled", lambda: (faults.target(faults.LaterNoise), faults.model(), {})),
-    "one noise for two purposes": (
-        "first-tokens",
-        lambda: (faults.target(slots=MANY), faults.SharedNoise(1, slots=MANY), {"acceptor": "reject"}),
-    ),
+    "one noise for two purposes": ("first-tokens", lambda: (
+        faults.target(slots=MANY), faults.SharedNoise(1, slots=MANY), {"acceptor": "reject"})),
     "another temperature in verification": ("sampled", lambda: (faults.target(faults.Cooler), faults.model(), {})),
-    "another temperature, by the places along texts": (
-        "along-texts",
-        lambda: (
-            faults.target(faults.Cooler, slots=MANY),
-            faults.model(slots=MANY, drawn=True),
-            {"acceptor": "reject"},
-        ),
-    ),
-    "an accepted path that is not kept": (
-        "greedy",
-        lambda: (faults.target(faults.KeepsNoPath), faults.BranchedGuess(), {}),
-    ),
-    "slots that decide for each other": (
-        "neighbours",
-        lambda: (faults.target(), faults.model(), {"acceptor": faults.FirstSlot()}),
-    ),
+    "another temperature, by the places along texts": ("along-texts", lambda: (
+        faults.target(faults.Cooler, slots=MANY), faults.model(slots=MANY, drawn=True), {"acceptor": "reject"})),
+    "an accepted path that is not kept": ("greedy", lambda: (
+        faults.target(faults.KeepsNoPath), faults.BranchedGuess(), {})),
+    "slots that decide for each other": ("neighbours", lambda: (
+        faults.target(), faults.model(), {"acceptor": faults.FirstSlot()})),
     "something left for the next call": ("repeats", lambda: (faults.target(faults.Tires), faults.model(), {})),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)

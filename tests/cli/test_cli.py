@@ -11,13 +11,12 @@ import pytest
 from click.testing import Result
 from rich.console import Console
 
-import paceline
 from paceline.cli.console import TextView
 from paceline.cli.options import read_prompts
 from paceline.core.errors import PromptError
 from paceline.decoder.backends.registry import BACKENDS
 from paceline.outputs import RequestOutput
-from paceline.text.tokenizer import IncrementalDetokenizer, load_tokenizer
+from paceline.text.tokenizer import load_tokenizer
 from tests.cli.calling import call
 
 EAGER = ["--backend", "eager", "--amp", "f32", "--n-positions", "64", "--context-length-estimate", "16"]
@@ -168,14 +167,6 @@ def test_graphs_are_built_before_generation(home: Path, monkeypatch: pytest.Monk
         assert made.exit_code == 0 and "verify" in made.stdout, made.stderr
 
 
-def test_an_invalid_request_is_rejected_before_anything_is_compiled(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(BACKENDS, "other", replace(BACKENDS["eager"], compiles=True))
-    done = generate(home, "--backend", "other", "--max-new-tokens", 0)
-    assert done.exit_code == 2 and "max_new_tokens" in done.stderr and "preparing graphs" not in done.stderr
-
-
 def test_json_lines_prompts_are_read_as_written(tmp_path: Path) -> None:
     """JSON leaves the line ends of Unicode as they are, and only that of a file parts its lines."""
     file = tmp_path / "prompts.jsonl"
@@ -232,22 +223,6 @@ def test_invalid_benches_are_rejected(
 def test_a_utf_8_byte_order_mark_is_not_part_of_a_prompt(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"\xef\xbb\xbf" + b'{"prompt": "a"}\r\n')
     assert read_prompts(tmp_path / "file") == ["a"]
-
-
-def test_version_is_printed() -> None:
-    assert call("--version").stdout == f"{paceline.__version__}\n"
-
-
-def test_streamed_text_adds_up_and_holds_back_partial_characters(home: Path) -> None:
-    tokenizer = load_tokenizer(home / "target")
-    text = " def na\u00efve(\u65e5\u672c): return '\U0001f642'"
-    tokens = tokenizer.encode(text)
-    growing = IncrementalDetokenizer(tokenizer, tokenizer.encode(PROMPT))
-    pieces = [growing.push(token) for token in tokens]
-    assert "".join(pieces) == text and not any("\ufffd" in piece for piece in pieces)
-    assert "" in pieces  # something had to wait
-    cut = IncrementalDetokenizer(tokenizer)
-    assert "".join(map(cut.push, tokenizer.encode("\u65e5")[:-1])) == "" and cut.flush() == "\ufffd"
 
 
 def test_drafted_text_looks_different_on_a_terminal(home: Path) -> None:

@@ -54,12 +54,10 @@ def test_a_head_is_trained_and_generates_the_tokens_of_plain_decoding(target: Pa
         (["HEAD:draft_tree=dynamic:6,3"], "dynamic:NODES"),
         (["HEAD:draft_tree=dynamic:60,2,3"], "12 nodes"),
         (["HEAD:draft_tree=dynamic:6,3,2", "--k", "4"], "k: expected a draft depth of 3"),
-        (
-            ["HEAD:draft_tree=tree:-1,0", "--acceptor", "reject"],
-            "draft_tree: expected 'chain' for acceptor='reject', since",
-        ),
+        (["HEAD:draft_tree=tree:-1,0", "--acceptor", "reject"],
+         "draft_tree: expected 'chain' for acceptor='reject', since"),
     ],
-)
+)  # fmt: skip
 def test_invalid_eagle_options_are_rejected(target: Path, head: Path, arguments: list[str], part: str) -> None:
     done = generate(target, "--draft", *(argument.replace("HEAD", str(head)) for argument in arguments))
     assert done.exit_code != 0

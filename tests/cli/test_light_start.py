@@ -34,6 +34,7 @@ for arguments in json.load(sys.stdin):
     new = sys.modules.keys() - before
     print(json.dumps([done.exit_code, done.output, [name for name in {UNWANTED!r} if name in new]]))
 """
+PLANNING = "paceline.placement.planning.planner; from paceline.placement import Plan, plan, read_models"
 COMMANDS = [[name] for name in main.COMMANDS] + [[group, name] for group, rows in main.GROUPS.items() for name in rows]
 GENERATE = ["generate", "--target", "TARGET", "--prompt", "def main"]
 
@@ -47,18 +48,19 @@ def outcomes(calls: list[list[str]]) -> list[tuple[int, str, list[str]]]:
 
 
 @pytest.mark.parametrize(
-    "module",
+    ("modules", "more"),
     [
-        "paceline",
-        "paceline.core.protocols",
-        "paceline.placement.remote.messages",
-        "paceline.placement.cluster.core_allocator",
-        "paceline.serving.ray_app",
-        "paceline.serving.serve_lifecycle",
+        ("paceline", ["ray", "msgspec", "paceline.placement"]),
+        ("paceline.placement", ["ray", "msgspec", "paceline.placement.planning"]),
+        (PLANNING, ["ray", "msgspec", "paceline.placement.remote", "paceline.placement.cluster"]),
+        ("paceline.core.protocols, paceline.placement.remote.messages", []),
+        ("paceline.placement.cluster.core_allocator, paceline.serving.ray_app, paceline.serving.serve_lifecycle", []),
     ],
+    ids=["the package", "placement", "planning", "messages", "services"],
 )
-def test_modules_that_do_not_decode_import_without_pytorch(module: str) -> None:
-    check = f"import sys, {module}; print([name for name in ('torch', 'transformers') if name in sys.modules])"
+def test_modules_that_do_not_decode_import_no_more_than_they_need(modules: str, more: list[str]) -> None:
+    unwanted = ["torch", "transformers", *more]
+    check = f"import sys, {modules}; print([name for name in {unwanted} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 
@@ -168,10 +170,8 @@ REFUSALS: list[tuple[list[str], str]] = [
             (["--draft", "ngram", "--fused"], "cannot share a graph"),
             (["--draft", "ngram", "--acceptor", "nosuch"], "got 'nosuch'"),
             (["--draft", "ngram", "--acceptor", "typical:epsilon=7"], "epsilon: expected a number between 0 and 1"),
-            (
-                ["--draft", "ngram", "--draft", "suffix", "--acceptor", "reject"],
-                "acceptor: expected 'match' for a list of drafters, none of",
-            ),
+            (["--draft", "ngram", "--draft", "suffix", "--acceptor", "reject"],
+             "acceptor: expected 'match' for a list of drafters, none of"),
             (["--draft", "ngram", "--acceptor", "typical", "--logprobs", "1"], "decides on the device"),
             (["--max-new-tokens", "0"], "max_new_tokens: expected at least 1"),
             (["--temperature", "-1"], "temperature: expected a finite number of at least 0, got"),
@@ -205,18 +205,11 @@ REFUSALS: list[tuple[list[str], str]] = [
     (["compile", "--target", "TARGET", "--draft", "nosuch"], "draft: expected a folder or one of"),
     (["compile", "--target", "TARGET", "--draft", "DRAFT", "--k", "500"], "got 501"),
     (["compile", "--target", "TARGET", "--sampling", "nosuch"], "expected one or more of greedy"),
-    (
-        ["bench", "--target", "TARGET", "--draft", "nosuch", "--prompts", "FOLDER/prompts.jsonl"],
-        "draft: expected a folder or one of",
-    ),
-    (
-        ["bench", "--target", "TARGET", "--draft", "DRAFT", "--prompts", "nosuch.jsonl"],
-        "nosuch.jsonl: the file cannot be read",
-    ),
-    (
-        ["bench", "--target", "TARGET", "--draft", "DRAFT", "--prompts", "FOLDER/prompts.jsonl", "--k", "500"],
-        "got 501",
-    ),
+    (["bench", "--target", "TARGET", "--draft", "nosuch", "--prompts", "FOLDER/prompts.jsonl"],
+     "draft: expected a folder or one of"),
+    (["bench", "--target", "TARGET", "--draft", "DRAFT", "--prompts", "nosuch.jsonl"],
+     "nosuch.jsonl: the file cannot be read"),
+    (["bench", "--target", "TARGET", "--draft", "DRAFT", "--prompts", "FOLDER/prompts.jsonl", "--k", "500"], "got 501"),
     (["verify", "--target", "TARGET", "--draft", "nosuch"], "draft: expected a folder or one of"),
     (["verify", "--target", "TARGET", "--batch-sizes", "x"], "expected numbers from 1 on"),
     (["serve", "--target", "TARGET", "--draft", "nosuch"], "nosuch"),
@@ -227,13 +220,11 @@ REFUSALS: list[tuple[list[str], str]] = [
     (["serve", "--target", "nosuch"], "nosuch: expected a folder"),
     (["experiment", "run", "FOLDER/experiment.yaml", "--dry-run"], "nosuch"),
     (["experiment", "run", "nosuch.yaml", "--dry-run"], "nosuch.yaml"),
-    (
-        ["train", "medusa", "--target", "TARGET", "--data", "x", "--out", "x", "--length", "0"],
-        "prompt: expected 1 <= prompt < length, and eval_samples of",
-    ),
+    (["train", "medusa", "--target", "TARGET", "--data", "x", "--out", "x", "--length", "0"],
+     "prompt: expected 1 <= prompt < length, and eval_samples of"),
     (["plan", "nosuch.yaml"], "nosuch.yaml: the file cannot be read"),
     (["nosuch"], "No such command"),
-]
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

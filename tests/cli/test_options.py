@@ -26,23 +26,11 @@ EXCEPTIONS: dict[str, list[set[str]]] = {
     "--batch-size": [{"serve"}, TRAINING, {"cost", "experiment whatif"}],  # buckets, no training
     "--batch-sizes": [{"verify"}],  # a test of one size would miss faults of rows
     "--data": [{"medusa-tree"}],  # stands in for prompts
-    "--draft": [
-        {"doctor"},
-        {"bench"},
-        {"cost"},
-        {"plan-speed"},
-        {"export-hlo"},
-        {"experiment whatif"},
-        {"experiment regret"},
-    ],
+    "--draft": [{"doctor"}, {"bench"}, {"cost"}, {"plan-speed"}, {"export-hlo"}, {"experiment whatif"},
+                {"experiment regret"}],
     "--draft-vocab-size": [{"train dflash"}],  # EAGLE says for which version
     "--head-layers": [{"train dflash"}, {"train pard"}],  # of a head, or of the target
-    "--k": [
-        BLOCKS,
-        {"bench"},
-        {"experiment whatif"},
-        {"cost", "export-hlo", "experiment regret"},
-    ],  # grids, and fixed ones
+    "--k": [BLOCKS, {"bench"}, {"experiment whatif"}, {"cost", "export-hlo", "experiment regret"}],  # grids, fixed ones
     "--layout": [{"convert-eagle"}],
     "--learning-rate": [{"train medusa"}],
     "--mask-token": [{"train eagle"}],  # P-EAGLE alone
@@ -57,7 +45,7 @@ EXCEPTIONS: dict[str, list[set[str]]] = {
     "--temperature": [{"train medusa"}],  # several
     "--tokens": [{"train medusa"}],
     "--tp-degree": [{"serve"}, {"plan-speed"}, {"cost", "export-hlo"}],
-}
+}  # fmt: skip
 """Of an option, sets of commands that agree with each other and need not agree with the rest."""
 
 

@@ -255,13 +255,7 @@ def test_a_plan_of_speed_is_made_of_measured_times_and_run(done: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "policy",
-    [
-        Policy(("model",), 2),
-        Policy(("suffix", "model"), 3),
-        Policy(("suffix",), 2),
-        Policy(()),
-    ],
+    "policy", [Policy(("model",), 2), Policy(("suffix", "model"), 3), Policy(("suffix",), 2), Policy(())]
 )
 def test_models_files_of_every_drafter_are_written(done: Path, tmp_path: Path, policy: Policy) -> None:
     config, file = read_config(done), tmp_path / "tuned.yaml"

@@ -16,13 +16,7 @@ from paceline.core.errors import ConfigurationError, TraceError
 from paceline.draft_spec import DraftSpec, parse_draft
 from paceline.engine.request import Request, SamplingParams
 from paceline.experiments.prompts import Prompt
-from paceline.experiments.questions import (
-    Policy,
-    ask,
-    best_per_text,
-    drafter_of,
-    search,
-)
+from paceline.experiments.questions import Policy, ask, best_per_text, drafter_of, search
 from paceline.experiments.record_traces import record
 from paceline.experiments.replay import ReplayDrafter, replay
 from paceline.experiments.round_times import RoundTimes

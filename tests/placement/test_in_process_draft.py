@@ -58,14 +58,8 @@ def test_the_draft_length_is_adaptive_unless_given(home: Path, keys: dict[str, o
     assert spec.speculative.k == k
 
 
-def test_an_entry_without_a_draft_decodes_plainly(home: Path) -> None:
-    (spec,) = read(home, {"name": "chat"})
-    assert spec.speculative.draft == spec.drafts == ()
-
-
 @pytest.mark.parametrize(
-    "name",
-    [*TAKES_NOTHING, "model", "list", "choice", "medusa", "eagle", "pard", "dflash", "mlp_speculator"],
+    "name", [*TAKES_NOTHING, "model", "list", "choice", "medusa", "eagle", "pard", "dflash", "mlp_speculator"]
 )
 def test_an_in_process_draft_takes_memory_and_no_cores(home: Path, name: str) -> None:
     (alone,) = planned(home).placements

@@ -75,9 +75,7 @@ def test_the_fault_policy_is_read_from_the_file(home: Path) -> None:
         )
     )
     assert policy == FaultPolicy(
-        startup_timeout_s=3600.0,
-        draft_ahead=True,
-        draft_timeouts=DraftTimeouts(reply_timeout_s=0.5, max_failures=2),
+        startup_timeout_s=3600.0, draft_ahead=True, draft_timeouts=DraftTimeouts(reply_timeout_s=0.5, max_failures=2)
     )
     call(home, CHAT)
     assert read_fault_policy(home / "models.yaml") == FaultPolicy()
@@ -91,16 +89,14 @@ def test_the_fault_policy_is_read_from_the_file(home: Path) -> None:
         ("[1]", "fault_policy: expected a mapping"),
         ("{startup_timeout_s: 0}", "fault_policy.startup_timeout_s: expected greater than 0, got 0"),
         ("{startup_timeout_s: .inf}", "fault_policy.startup_timeout_s: expected less than or equal to 604800, got inf"),
-        (
-            "{draft_timeouts: {reply_timeout_s: 1" + "0" * 400 + "}}",
-            "fault_policy.draft_timeouts.reply_timeout_s: expected a number",
-        ),
+        ("{draft_timeouts: {reply_timeout_s: 1" + "0" * 400 + "}}",
+         "fault_policy.draft_timeouts.reply_timeout_s: expected a number"),
         ("{draft_ahead: 1}", "fault_policy.draft_ahead: expected true or false"),
         ("{draft_timeouts: 3}", "fault_policy.draft_timeouts: expected a mapping"),
         ("{draft_timeouts: {dead: 3}}", "fault_policy.draft_timeouts.dead is not a key"),
         ("{draft_timeouts: {max_failures: true}}", "fault_policy.draft_timeouts.max_failures: expected a whole number"),
     ],
-)
+)  # fmt: skip
 def test_an_invalid_fault_policy_is_rejected_by_name(home: Path, policy: str, says: str) -> None:
     done = CliRunner().invoke(app, ["plan", str(with_policy(home, policy)), "--instance", "inf2.48xlarge"])
     assert done.exit_code == 2 and says in " ".join(done.stderr.split()), done.output
@@ -122,28 +118,21 @@ def test_an_invalid_fault_policy_is_rejected_by_name(home: Path, policy: str, sa
         (["{name: a, config: big, batch_size: 0}"], "batch_size: expected"),
         (["{name: a, config: nowhere}"], "does not exist"),
         (["[1, 2]"], "expected a mapping"),
-        (
-            ["{name: a, config: big, tp_degree: 2, backend: magic}"],
-            "backend: expected one of eager, native",
-        ),
+        (["{name: a, config: big, tp_degree: 2, backend: magic}"], "backend: expected one of eager, native"),
         (["{name: a, config: big, group_query_attention: thrifty}"], "got 'thrifty'"),
         ([CHAT.replace(": 8,", ": 8, group_query_attention: shard-over-batch,")], "got 'shard-over-batch'"),
         (["{name: a, config: big, group_query_attention: shard-over-batch}"], "got 'shard-over-batch'"),
-        (
-            ["{name: a, config: big, tp_degree: 2, replicas: 2}", "{name: a.1, config: big}"],
-            "different names, got 'a.1'",
-        ),
+        (["{name: a, config: big, tp_degree: 2, replicas: 2}", "{name: a.1, config: big}"],
+         "different names, got 'a.1'"),
         (["{name: a, config: big, tp_degree: 8, replicas: 3}", "{name: b, config: big}"], "0 of 24"),
-        (
-            ["{name: a, config: big, tp_degree: 8, replicas: 400000000}"],
-            "a: replicas: expected at most 3 of 8 cores each on inf2.48xlarge (24 cores), got 400000000",
-        ),
+        (["{name: a, config: big, tp_degree: 8, replicas: 400000000}"],
+         "a: replicas: expected at most 3 of 8 cores each on inf2.48xlarge (24 cores), got 400000000"),
         ([CHAT.replace(": 8,", ": 8, replicas: 1" + "0" * 30 + ","), DRAFT], "lower replicas"),
         ([CHAT, DRAFT.replace("}", ", quota: {max_slots: 4}}")], "'quota' is not a key"),
         (["{name: a, path: " + "x" * 5000 + "}"], "cannot be searched for"),
         (['{name: a, config: "a\\0b"}'], "cannot be searched for"),
     ],
-)
+)  # fmt: skip
 def test_an_impossible_plan_exits_with_status_2(home: Path, entries: list[str], says: str) -> None:
     done = call(home, *entries)
     assert done.exit_code == 2 and says in " ".join(done.stderr.split()), done.output
@@ -154,27 +143,19 @@ def test_an_impossible_plan_exits_with_status_2(home: Path, entries: list[str], 
     ("entry", "says"),
     [
         (CHAT, "chat: expected `path` to run it"),
-        (
-            CHAT.replace("config", "path"),
-            "chat: tp_degree: expected 1 for backend='native', got 8; set `tp_degree: 1`, or",
-        ),
-        (
-            CHAT.replace("config: big", "path: big, backend: neuron, quantization: q4_0"),
-            "chat: backend='neuron' multiplies with no blocks of quantised weights",
-        ),
-        (
-            CHAT.replace("config: big", "path: big, backend: neuron, kv_cache_dtype: int8"),
-            "chat: backend='neuron' keeps keys and values as amp says",
-        ),
+        (CHAT.replace("config", "path"),
+         "chat: tp_degree: expected 1 for backend='native', got 8; set `tp_degree: 1`, or"),
+        (CHAT.replace("config: big", "path: big, backend: neuron, quantization: q4_0"),
+         "chat: backend='neuron' multiplies with no blocks of quantised weights"),
+        (CHAT.replace("config: big", "path: big, backend: neuron, kv_cache_dtype: int8"),
+         "chat: backend='neuron' keeps keys and values as amp says"),
         (CHAT.replace("config: big", "path: big").replace("2048", "4097"), "at most 4096, which it was trained on"),
         (CHAT.replace("config: big", "path: long"), "chat: n_positions: expected at most 1024 for rope type"),
-        (
-            CHAT.replace("config: big", "path: big, backend: eager")
-            + "\n  - {name: d, path: big, draft_of: chat, tp_degree: 1, k: 128}",
-            "d: k: expected at most 127 draft tokens per round, got 128",
-        ),
+        (CHAT.replace("config: big", "path: big, backend: eager")
+         + "\n  - {name: d, path: big, draft_of: chat, tp_degree: 1, k: 128}",
+         "d: k: expected at most 127 draft tokens per round, got 128"),
     ],
-)
+)  # fmt: skip
 def test_a_plan_that_cannot_run_is_rejected_before_anything_starts(home: Path, entry: str, says: str) -> None:
     assert call(home, entry).exit_code == 0
     done = CliRunner().invoke(app, ["serve", str(home / "models.yaml"), "--instance", "inf2.48xlarge"])

@@ -272,11 +272,7 @@ def test_a_footprint_counts_padded_heads(gqa: GQA | None) -> None:
         ([model("m", 4)], "trn1.32xlarge", "got 4"),
         ([model("m", 2)], "trn2.3xlarge", "got 2"),
         ([model("m", 1, of=config(layers=80, hidden=8192, heads=64))], "inf2.48xlarge", "bytes more than the"),
-        (
-            [model("m", None, of=config(layers=900, hidden=32768, heads=64))],
-            "inf2.48xlarge",
-            "its highest degree on",
-        ),
+        ([model("m", None, of=config(layers=900, hidden=32768, heads=64))], "inf2.48xlarge", "its highest degree on"),
         ([model("a", 8), model("b", 8), model("c", 8), model("d", 1)], "inf2.48xlarge", "0 of 24"),
         ([model("m", 1, of=config(layers=40, hidden=4096))], "cpu", "bytes more than the"),
     ],

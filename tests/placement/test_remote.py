@@ -97,18 +97,6 @@ def test_proposals_of_any_length_are_sent_at_the_agreed_length(tmp_path: Path, s
     assert done.statistics.num_draft_tokens > 0
 
 
-def test_a_remote_self_draft_is_always_accepted(tmp_path: Path, stack: ExitStack) -> None:
-    """Every row the process reads is the right one, after restarts too."""
-    supervisor = stack.enter_context(closing(Forked(tmp_path)))
-    draft = stack.enter_context(closing(remote(supervisor)))
-    for kill in (False, True):
-        if kill:
-            supervisor.signal(signal.SIGKILL)
-        done = run(SpeculativeGenerator(draft, target()), [PROMPTS[3]], max_new_tokens=21)
-        assert texts(done) == wanted([PROMPTS[3]], max_new_tokens=21)
-        revived(draft)
-
-
 def revived(draft: RemoteDrafter) -> None:
     """Wait until there is a process again; an answer that is overdue is looked at in the next round only."""
     end = time.monotonic() + 120

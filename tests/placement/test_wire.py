@@ -102,16 +102,11 @@ def test_damaged_messages_are_rejected_without_side_effects() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"numbers": messages.pack_words([1])},
-        {"slots": 0},
-        {"width": 0},
-        {"max_rows": -1},
-        {"pause_us": 1 << 40},
-        {"texts": ((-1, ()),)},
-        {"sampling": messages.SamplingWords(memoryview(b""), memoryview(b""))},
+        {"numbers": messages.pack_words([1])}, {"slots": 0}, {"width": 0}, {"max_rows": -1}, {"pause_us": 1 << 40},
+        {"texts": ((-1, ()),)}, {"sampling": messages.SamplingWords(memoryview(b""), memoryview(b""))},
     ],
     ids=lambda changes: next(iter(changes)),
-)
+)  # fmt: skip
 def test_a_contradictory_request_is_rejected(changes: dict[str, object]) -> None:
     """Built on the wire by a side that checks nothing: the sizes of what follows are taken from these numbers."""
     good = propose(1)
@@ -171,13 +166,7 @@ class Slow(Drafter):
     """Proposes zeros, and takes its time."""
 
     def __init__(self, seconds: float) -> None:
-        self.draft_shape, self.max_positions, self.reads, self._seconds = DraftShape.chain(2), None, None, seconds
-
-    def add_request(self, slot: int, prompt: object, features: object = None) -> None: ...
-
-    def finish_request(self, slot: int) -> None: ...
-
-    def update(self, commit: Commit) -> None: ...
+        self.draft_shape, self._seconds = DraftShape.chain(2), seconds
 
     def propose(self, commit: Commit, sampling: object, bounds: object) -> Proposal:
         time.sleep(self._seconds)
@@ -278,14 +267,7 @@ def test_a_drafter_that_fails_in_a_normal_round_is_called_again(
             assert frame is not None
             kinds.append(type(messages.decode_reply(frame)))
             time.sleep(0.02)  # so that the server prepares for the next round
-        assert kinds == [
-            messages.ProposeReply,
-            messages.ProposeReply,
-            messages.ErrorReply,
-            messages.ProposeReply,
-            messages.ProposeReply,
-            messages.ProposeReply,
-        ]
+        assert kinds == [messages.ProposeReply] * 2 + [messages.ErrorReply] + [messages.ProposeReply] * 3
 
 
 def test_unauthenticated_connections_are_limited_and_block_no_target(

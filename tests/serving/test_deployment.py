@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
+from pickle import dumps
 from typing import Any
 
 import pytest
@@ -60,24 +61,15 @@ def test_outputs_equal_the_generators_and_continue_at_another_server() -> None:
 
 
 def test_scores_of_sent_tokens_are_omitted() -> None:
-    async def work() -> None:
-        made, asked = server(), request(output_scores=True)
-        chunks = await items(made, asked)
-        rest = await items(made, asked, (7, 3))
-        scores = [[one.logprobs for chunk in part for one in read_outputs(chunk.data)] for part in (chunks, rest)]
-        assert sum(map(len, scores[0])) - sum(map(len, scores[1])) == 10
-
-    asyncio.run(work())
+    made, asked = server(), request(output_scores=True)
+    chunks, rest = (asyncio.run(items(made, asked, sent)) for sent in ((), (7, 3)))
+    scores = [[one.logprobs for chunk in part for one in read_outputs(chunk.data)] for part in (chunks, rest)]
+    assert sum(map(len, scores[0])) - sum(map(len, scores[1])) == 10
 
 
 def test_a_model_without_a_tokenizer_accepts_only_ids() -> None:
     made = generator()
-    bare = ModelServer(
-        NoTokenizer(CheckpointError("there is none")),
-        SharedEngine(made),
-        made.limits,
-        card=card(),
-    )
+    bare = ModelServer(NoTokenizer(CheckpointError("there is none")), SharedEngine(made), made.limits, card=card())
 
     async def work() -> list[Item]:
         assert await items(bare, request())
@@ -109,8 +101,6 @@ def stream(loop: asyncio.AbstractEventLoop, *said: Item, waits: bool = False) ->
 
 
 def chunk(index: int, *tokens: int, last: bool = False) -> StreamChunk:
-    from pickle import dumps
-
     return StreamChunk(dumps(RequestOutput(index, tokens, 0)), (), last)
 
 

@@ -226,16 +226,6 @@ def test_completions_stop_echo_and_count(client: openai.OpenAI) -> None:
     assert (cut.choices[0].finish_reason, cut.usage.completion_tokens) == ("length", 4)  # type: ignore[union-attr]
 
 
-def test_responses_are_streamed_as_events(client: openai.OpenAI) -> None:
-    whole = client.responses.create(model="m", input="think", instructions="be brief")
-    assert [item.type for item in whole.output] == ["reasoning", "message"]
-    events = list(client.responses.create(model="m", input="think", stream=True))
-    assert [event.sequence_number for event in events] == list(range(len(events)))
-    last: Any = events[-1]
-    assert last.type == "response.completed" and last.response.output_text == "Two."
-    assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == "Two."
-
-
 def test_responses_make_function_calls(client: openai.OpenAI) -> None:
     tools: Any = [{"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": False}]
     with client.responses.stream(model="m", input="tool", tools=tools) as stream:

@@ -116,23 +116,6 @@ def test_n_samples_of_one_seed_differ(client: openai.OpenAI) -> None:
     assert drawn.usage.completion_tokens == 240
 
 
-def test_log_probabilities_have_both_formats(client: openai.OpenAI) -> None:
-    found = complete(client, logprobs=2, max_tokens=8).choices[0]
-    tokens = found.logprobs
-    assert "".join(tokens.tokens).replace("<e>", "") == found.text and len(tokens.token_logprobs) == 8
-    assert tokens.text_offset == [len("".join(tokens.tokens[:i])) for i in range(8)]
-    assert all(
-        len(top) == 2 and max(top.values()) >= own
-        for top, own in zip(tokens.top_logprobs, tokens.token_logprobs, strict=True)
-    )
-    chat = client.chat.completions.create(
-        model="m", messages=[{"role": "user", "content": "a"}], max_tokens=5, logprobs=True, top_logprobs=3, seed=5
-    )
-    content: Any = chat.choices[0].logprobs.content  # type: ignore[union-attr]
-    assert [len(one.top_logprobs) for one in content] == [3] * 5
-    assert "".join(one.token for one in content) == chat.choices[0].message.content
-
-
 def test_a_corrected_token_names_the_rejected_draft(client: openai.OpenAI) -> None:
     extra: dict[str, Any] = {"ignore_eos": True, "return_token_origins": True, "return_token_ids": True}
     asked: dict[str, Any] = {"temperature": 0, "logprobs": 0, "extra_body": extra}
@@ -194,11 +177,9 @@ def test_every_name_of_the_length_limit_is_accepted(client: openai.OpenAI) -> No
 
 NO_REASONING = {"chat_template_kwargs": {"no_reasoning": True}}
 SCHEMA = {
-    "type": "object",
-    "properties": {"a": {"enum": ["x", "yy"]}},
-    "required": ["a"],
-    "additionalProperties": False,
-}
+    "type": "object", "properties": {"a": {"enum": ["x", "yy"]}}, "required": ["a"], "additionalProperties": False,
+}  # fmt: skip
+TOOLS: Any = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("f", "g")]
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
@@ -255,16 +236,9 @@ def test_reasoning_may_precede_a_structured_response(kwargs: object, said: str, 
 
 
 def test_required_tool_calls_are_made(client: openai.OpenAI) -> None:
-    tools: Any = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("f", "g")]
+    fields: Any = {"model": "m", "messages": [{"role": "user", "content": "a"}], "tools": TOOLS, "max_tokens": 400}
     for choice, names in (("required", {"f", "g"}), ({"type": "function", "function": {"name": "g"}}, {"g"})):
-        chat = client.chat.completions.create(
-            model="m",
-            messages=[{"role": "user", "content": "a"}],
-            tools=tools,
-            tool_choice=choice,
-            max_tokens=400,
-            extra_body=NO_REASONING,
-        )  # type: ignore[call-overload]
+        chat = client.chat.completions.create(**fields, tool_choice=choice, extra_body=NO_REASONING)
         calls = chat.choices[0].message.tool_calls
         assert calls and {call.function.name for call in calls} <= names
         if chat.choices[0].finish_reason != "length":
@@ -276,11 +250,10 @@ def test_a_model_whose_template_has_no_tools_calls_by_a_grammar() -> None:
     tokenizer = letters("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]")
     engine = SharedEngine(generator(2048))
     made = ModelServer(tokenizer, engine, engine.generator.limits, card=card())
-    tools: Any = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("f", "g")]
     bracket = tokenizer.convert_tokens_to_ids("[")
     with client_of(create_app(LocalRouter({"m": made}), ApiSettings())) as client:
         for bias in (100, -100):
-            fields: Any = {"model": "m", "messages": [{"role": "user", "content": "a"}], "tools": tools, "seed": 5,
+            fields: Any = {"model": "m", "messages": [{"role": "user", "content": "a"}], "tools": TOOLS, "seed": 5,
                            "logit_bias": {bracket: bias}, "max_tokens": 300}  # fmt: skip
             ask: Any = client.chat.completions.create
             whole = ask(**fields)
@@ -298,13 +271,14 @@ def test_a_model_whose_template_has_no_tools_calls_by_a_grammar() -> None:
             assert "".join(call.function.arguments for call in calls) == streamed
             assert json.loads(calls[0].function.arguments)["a"] in ("x", "yy")
             response: Any = client.responses.create(
-                model="m", input="a", tools=[{"type": "function", **tools[0]["function"]}], max_output_tokens=9
+                model="m", input="a", tools=[{"type": "function", **TOOLS[0]["function"]}], max_output_tokens=9
             )
             assert response.model_extra["tool_call_format"] == "generic"
         nested = {"properties": {"a": {"$ref": "#/$defs/X"}}, "required": ["a"], "$defs": {"X": {"const": "x"}}}
-        tools[0]["function"]["parameters"] = {"type": "object", "additionalProperties": False, **nested}
+        function = {"name": "f", "parameters": {"type": "object", "additionalProperties": False, **nested}}
+        named = {"tools": [{"type": "function", "function": function}], "logit_bias": {bracket: 100}}
         for choice in ("auto", "required"):
-            made = ask(**fields | {"tools": tools[:1], "tool_choice": choice, "logit_bias": {bracket: 100}})
+            made = ask(**fields | named | {"tool_choice": choice})
             assert json.loads(made.choices[0].message.tool_calls[0].function.arguments) == {"a": "x"}
         structure = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"const": [1]}}}
         (choice,) = ask(**fields, response_format=structure).choices

@@ -169,19 +169,6 @@ def test_other_applications_in_the_cluster_keep_running(listens: int | None, mon
     assert calls[-2:] == ["delete paceline", "ray.shutdown"] and "serve.shutdown" not in calls
 
 
-@pytest.mark.parametrize(
-    ("others", "port", "says"),
-    [((), 81, "--port 8000"), (("paceline",), 8000, "already runs in this cluster; stop it first, or put both")],
-)
-def test_a_cluster_with_other_serve_settings_is_not_changed(
-    others: tuple[str, ...], port: int, says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    played = Played(others=others, listens=8000)
-    with pytest.raises(ConfigurationError, match=says):
-        serve(played, monkeypatch, ready=never, port=port)
-    assert played.calls == ["init", "ray.shutdown"]
-
-
 def test_a_failed_start_is_named_and_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails() -> None:
         raise RuntimeError("Deploying application paceline failed:\n  Traceback\n\nCheckpointError: no such folder\n")

@@ -8,6 +8,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -119,12 +120,15 @@ class Service:
         return done.exit_code, done.stdout + done.stderr
 
 
+def planned(home: Path, *models: dict[str, object]) -> tuple[ReplicaGroupPlan, ...]:
+    """Groups of models of one core each."""
+    entries = [{"path": str(home), "n_positions": 64, "amp": "f32", "backend": "eager", **model} for model in models]
+    return plan_groups(models_of(entries, folder=Path(), where="test"), MACHINE)
+
+
 @contextmanager
 def service(home: Path, *models: dict[str, object], key: str = "", **settings: Any) -> Iterator[Service]:
-    entries = [{"path": str(home), "n_positions": 64, "amp": "f32", "backend": "eager", **model} for model in models]
-    with edge(
-        PlannedLoader(plan_groups(models_of(entries, folder=Path(), where="test"), MACHINE)), key, **settings
-    ) as made:
+    with edge(PlannedLoader(planned(home, *models)), key, **settings) as made:
         yield made
 
 
@@ -171,8 +175,6 @@ def test_a_first_request_loads_a_model_and_evicts_others(home: Path) -> None:
 
 
 def test_requests_during_a_load_wait_for_it(home: Path) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
     with service(home, {"name": "a"}, {"name": "c", "load": "on_demand"}) as served, ThreadPoolExecutor(3) as pool:
         served.loader.gate.clear()
         answers = [pool.submit(served.ask, "c") for _ in range(3)]

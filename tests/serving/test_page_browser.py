@@ -244,7 +244,7 @@ def test_a_race_runs_in_turn_and_replays_equal_texts(browser: Browser, served: t
         assert requests[::2] == warm, "a short run before each"
         asked = [(one.use_speculation, one.drafter, one.max_draft_tokens) for one in requests[1::2]]
         assert asked == [
-            *((False, None, None), (True, None, None), (True, "draft", None), (True, "ngram", None), (True, None, 2)),
+            *((False, None, None), (True, None, None), (True, "draft", None), (True, "ngram", None), (True, None, 2))
         ]
         assert len({one.sampling.seed for one in requests}) == 1
         assert all("x plain" in text for text in page.locator(".lane .quiet").all_inner_texts())

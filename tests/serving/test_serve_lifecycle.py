@@ -17,8 +17,6 @@ from ray.exceptions import GetTimeoutError, RayTaskError
 from paceline.core.errors import WorkerError
 from paceline.placement.cluster import core_allocator
 from paceline.placement.cluster.fault_policy import FaultPolicy
-from paceline.placement.planning.groups import plan_groups
-from paceline.placement.planning.model_specs import models_of
 from paceline.serving import ray_guard, serve_lifecycle
 from paceline.serving.errors import RefusedError, refusal
 from paceline.serving.lifecycle import ModelState, ModelUsage
@@ -26,13 +24,11 @@ from paceline.serving.middleware import KeyCounts
 from paceline.serving.serve_lifecycle import LifecycleActor, ServeLifecycle, ServeLoader, Service
 from paceline.serving.serve_router import ServeRouter
 from tests.decoder.tiny import Workshop
-from tests.serving.test_lifecycle import MACHINE
+from tests.serving.test_lifecycle import planned
 
 
 def service(home: Path, *models: dict[str, object]) -> Service:
-    entries = [{"path": str(home), "n_positions": 64, "amp": "f32", "backend": "eager", **model} for model in models]
-    groups = plan_groups(models_of(entries, folder=Path(), where="test"), MACHINE)
-    return Service("paceline", {group.name: group for group in groups}, FaultPolicy())
+    return Service("paceline", {group.name: group for group in planned(home, *models)}, FaultPolicy())
 
 
 class Found(ServeLifecycle):

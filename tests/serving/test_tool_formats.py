@@ -35,82 +35,43 @@ def lines(*pieces: str) -> str:
 
 
 FORMS: list[tuple[str, str, str, Calls]] = [
-    (
-        "deepseek_v3",
-        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>"
-        + lines(
-            "f", "```json", JSON, "```<｜tool▁call▁end｜>", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f", "```json"
-        )
-        + lines("", "{}", "```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"),
-        "",
-        [F, G],
-    ),
-    (
-        "deepseek_v3",
-        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{JSON}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-        "",
-        [F],
-    ),
+    ("deepseek_v3",
+     "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>"
+     + lines(
+         "f", "```json", JSON, "```<｜tool▁call▁end｜>", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f", "```json"
+     )
+     + lines("", "{}", "```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"), "", [F, G]),
+    ("deepseek_v3",
+     f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{JSON}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+     "", [F]),
     ("deepseek_v3", "<｜tool▁calls▁begin｜>?", "<｜tool▁calls▁begin｜>?", []),
-    (
-        "kimi_k2",
-        f"<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{JSON}"
-        "<|tool_call_end|><|tool_call_begin|>functions.f:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
-        "<|tool_calls_section_end|>",
-        "",
-        [F, G],
-    ),
-    (
-        "solar_open",
-        f"<|tool_calls|><|tool_call:begin|>call1<|tool_call:name|>f<|tool_call:args|>{JSON}<|tool_call:end|><|calls|>",
-        "",
-        [F],
-    ),
+    ("kimi_k2",
+     f"<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{JSON}"
+     "<|tool_call_end|><|tool_call_begin|>functions.f:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
+     "<|tool_calls_section_end|>", "", [F, G]),
+    ("solar_open",
+     f"<|tool_calls|><|tool_call:begin|>call1<|tool_call:name|>f<|tool_call:args|>{JSON}<|tool_call:end|><|calls|>", "",
+     [F]),
     ("functionary", f"<function=f>{JSON}</function><function=f>{{}}</function>", "", [F, G]),
-    (
-        "seed_oss",
-        lines("<seed:tool_call>", "<function=f>", "<parameter=text><b></parameter>", "<parameter=n>2</parameter>")
-        + lines("", "</function>", "</seed:tool_call>"),
-        "",
-        [F],
-    ),
-    (
-        "glm45",
-        lines("<tool_call>f", "<arg_key>text</arg_key>", "<arg_value><b></arg_value>", "<arg_key>n</arg_key>")
-        + lines("", "<arg_value>2</arg_value>", "</tool_call>", "<tool_call>f</tool_call>"),
-        "",
-        [F, G],
-    ),
+    ("seed_oss",
+     lines("<seed:tool_call>", "<function=f>", "<parameter=text><b></parameter>", "<parameter=n>2</parameter>")
+     + lines("", "</function>", "</seed:tool_call>"), "", [F]),
+    ("glm45",
+     lines("<tool_call>f", "<arg_key>text</arg_key>", "<arg_value><b></arg_value>", "<arg_key>n</arg_key>")
+     + lines("", "<arg_value>2</arg_value>", "</tool_call>", "<tool_call>f</tool_call>"), "", [F, G]),
     ("glm45", "<tool_call>, it says", "<tool_call>, it says", []),
-    (
-        "minimax_m2",
-        lines("<minimax:tool_call>", '<invoke name="f">', '<parameter name="text"><b></parameter>')
-        + lines("", '<parameter name="n">2</parameter>', "</invoke>", "</minimax:tool_call>"),
-        "",
-        [F],
-    ),
-    (
-        "deepseek_v32",
-        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="text" string="true"><b>'
-        '</｜DSML｜parameter>\n<｜DSML｜parameter name="n" string="false">2</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
-        "</｜DSML｜function_calls>",
-        "",
-        [F],
-    ),
-    (
-        "cohere2",
-        lines("<|START_ACTION|>[", f'    {{"tool_call_id": "0", "tool_name": "f", "parameters": {JSON}}},')
-        + lines("", '    {"tool_call_id": "1", "tool_name": "f", "parameters": {}}', "]<|END_ACTION|>"),
-        "",
-        [F, G],
-    ),
+    ("minimax_m2",
+     lines("<minimax:tool_call>", '<invoke name="f">', '<parameter name="text"><b></parameter>')
+     + lines("", '<parameter name="n">2</parameter>', "</invoke>", "</minimax:tool_call>"), "", [F]),
+    ("deepseek_v32",
+     '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="text" string="true"><b>'
+     '</｜DSML｜parameter>\n<｜DSML｜parameter name="n" string="false">2</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+     "</｜DSML｜function_calls>", "", [F]),
+    ("cohere2",
+     lines("<|START_ACTION|>[", f'    {{"tool_call_id": "0", "tool_name": "f", "parameters": {JSON}}},')
+     + lines("", '    {"tool_call_id": "1", "tool_name": "f", "parameters": {}}', "]<|END_ACTION|>"), "", [F, G]),
     ("nemotron_json", f"<TOOLCALL>[{FIRST}]</TOOLCALL>", "", [F]),
-    (
-        "minimax",
-        lines("<tool_calls>", FIRST, '{"name": "f", "arguments": {}}', "</tool_calls>"),
-        "",
-        [F, G],
-    ),
+    ("minimax", lines("<tool_calls>", FIRST, '{"name": "f", "arguments": {}}', "</tool_calls>"), "", [F, G]),
     ("granite", f"<|tool_call|>[{FIRST}]", "", [F]),
     ("gigachat3", f"<|function_call|>{FIRST}", "", [F]),
     ("functools", f" functools[{FIRST}]", "", [F]),
@@ -119,7 +80,7 @@ FORMS: list[tuple[str, str, str, Calls]] = [
     ("minicpm5", '<function name="f"><param name="text"><b></param><param name="n">2</param></function>', "", [F]),
     ("gemma4", '<|tool_call>call:f{text:<|"|><b><|"|>,n:2}<tool_call|><|tool_call>call:f{}<tool_call|>', "", [F, G]),
     ("gemma4", "<|tool_call>none<tool_call|>", "<|tool_call>none", []),
-]
+]  # fmt: skip
 """The format, a text after "a ", what stays of it, and the calls."""
 
 
@@ -136,13 +97,10 @@ _THOUGHT = "<|channel|>analysis<|message|>b<|end|><|start|>assistant"
     [
         ("openai", f"{_THOUGHT}<|channel|>final<|message|>a <b><|return|>", "a <b>", "b", []),
         ("openai", f"{_THOUGHT} to=functions.f<|channel|>commentary json<|message|>{JSON}<|call|>", "", "b", [F]),
-        (
-            "openai",
-            "<|channel|>commentary<|message|>a<|end|><|start|>assistant<|channel|>commentary to=functions.f "
-            f"<|constrain|>json<|message|>{JSON}<|call|><|start|>assistant to=functions.f<|channel|>commentary json"
-            "<|message|>{}<|call|>",
-            "a", "", [F, G],
-        ),
+        ("openai",
+         "<|channel|>commentary<|message|>a<|end|><|start|>assistant<|channel|>commentary to=functions.f "
+         f"<|constrain|>json<|message|>{JSON}<|call|><|start|>assistant to=functions.f<|channel|>commentary json"
+         "<|message|>{}<|call|>", "a", "", [F, G]),
         ("openai", '{"a": "b"}', '{"a": "b"}', "", []),
         ("openai", "<|channel|>final<|message|>a <|", "a <|", "", []),
         ("openai", "<|channel|>fin", "", "", []),

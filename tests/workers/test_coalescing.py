@@ -134,8 +134,7 @@ def test_held_updates_are_sent_with_the_error_that_ends_a_call(fails: bool) -> N
             made[0]._calls["one"].call = replace(asked, deadline=0.0)
         made[1].let(1)
         with pytest.raises(
-            RuntimeError if fails else Exception,
-            match="asked for" if fails else "the deadline of this call has passed",
+            RuntimeError if fails else Exception, match="asked for" if fails else "the deadline of this call has passed"
         ):
             await listening
         return heard
