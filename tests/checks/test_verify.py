@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from paceline.engine.batch import Slot
 from paceline.outputs import FinishReason
 from tests.checks import faults
 from tests.cli.calling import call
+from tests.contract.drafters import ROWS, Home
 from tests.decoder.tiny import Workshop
 from tests.fakes import TableDecoder, joint
 
@@ -111,6 +114,16 @@ def test_correct_drafters_pass(workshop: Workshop) -> None:
     assert len(status) == len(tests)
     assert {name for name, one in status.items() if one == "skipped"} == {"batch invariance"}
     assert all(one.detects is None or 0 < one.detects <= 1 for one in report.findings)
+
+
+@pytest.mark.parametrize("name", ["EAGLE 3 chain", "EAGLE 3 static tree", "Medusa chain", "remote"])
+def test_heads_and_remote_drafts_pass(name: str, workshop: Workshop, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        home = Home(workshop, tmp_path, stack, 2)
+        drafter = ROWS[name].make(home, ROWS[name].depths[-1]).drafter
+        settings = VerifySettings(minutes=1e-6, only=("greedy", "sampled", "repeats"), max_new_tokens=24)
+        report = verify(home.target, drafter, settings)
+    assert [finding.status for finding in report.findings] == ["ok"] * 3 and report.passed, report
 
 
 @pytest.mark.parametrize("acceptor", ["reject", "typical"])

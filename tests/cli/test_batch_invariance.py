@@ -89,9 +89,7 @@ def test_table_lists_every_series_and_the_missing_ones(workshop: Workshop, monke
     assert "eager, f32: ok" in err
 
 
-def test_a_series_that_raises_is_reported_as_failed(
-    workshop: Workshop, promising: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_series_that_raises_fails(workshop: Workshop, promising: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def burning(*_given: object) -> Tensor:
         raise RuntimeError("the device is on fire")
 

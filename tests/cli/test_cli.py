@@ -213,9 +213,7 @@ def test_bench_compares_drafters(home: Path, tmp_path: Path) -> None:
         ('{"prompt": "a"}', ["--draft", '["ngram", "suffix"]'], "--draft: expected one drafter, got"),
     ],
 )
-def test_invalid_benches_are_rejected(
-    home: Path, tmp_path: Path, lines: str, options: list[object], message: str
-) -> None:
+def test_invalid_benches_fail(home: Path, tmp_path: Path, lines: str, options: list[object], message: str) -> None:
     done = bench(home, tmp_path / "prompts.jsonl", lines, *options)
     assert done.exit_code == 2 and message in done.stderr
 

@@ -85,9 +85,7 @@ def test_invalid_eagle_options_are_rejected(target: Path, head: Path, arguments:
         (["--aux-layers", 1, "--out", "FILE", "--work-dir", "FOLDER"], "cannot be created"),
     ],
 )
-def test_invalid_eagle_training_options_are_rejected(
-    target: Path, tmp_path: Path, arguments: list[object], said: str
-) -> None:
+def test_invalid_eagle_training_is_rejected(target: Path, tmp_path: Path, arguments: list[object], said: str) -> None:
     """Before the target is loaded."""
     files = {name: tmp_path / f"{name}.bin" for name in ("GOOD", "OTHER", "ODD", "FILE")}
     ids = np.arange(6000) % VOCABULARY
@@ -114,9 +112,7 @@ def test_heads_are_converted_and_still_draft(target: Path, head: Path, tmp_path:
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["dflash", "pard"])
-def test_a_block_drafter_is_trained_and_generates_the_tokens_of_plain_decoding(
-    target: Path, tmp_path: Path, kind: str
-) -> None:
+def test_a_block_drafter_is_trained_and_keeps_the_tokens(target: Path, tmp_path: Path, kind: str) -> None:
     (tmp_path / "text.py").write_text(" ".join(f"w{i % VOCABULARY}" for i in range(2400)))
     done = call(
         "train", kind, "--target", target, "--data", tmp_path / "text.py", "--out", tmp_path / "out", "--k", 3,

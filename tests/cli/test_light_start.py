@@ -243,9 +243,7 @@ def test_opening_the_test_weights_raises(trap: Trap) -> None:
 
 
 @pytest.mark.parametrize("number", range(len(REFUSALS)), ids=lambda number: " ".join(REFUSALS[number][0])[:100])
-def test_invalid_options_are_rejected_before_pytorch_is_imported(
-    refused: list[tuple[int, str, list[str]]], number: int
-) -> None:
+def test_invalid_options_are_rejected_before_pytorch(refused: list[tuple[int, str, list[str]]], number: int) -> None:
     (status, output, imported), (_, message) = refused[number], REFUSALS[number]
     words = " ".join(output.replace("│", " ").split())  # typer's own errors are in a box
     assert status == 2 and message in words and "Traceback" not in words, output
@@ -260,9 +258,7 @@ def test_invalid_options_are_rejected_before_pytorch_is_imported(
         ({"kv_cache_dtype": "nosuch"}, "got 'nosuch'"),
     ],
 )
-def test_python_calls_are_rejected_before_weights_are_opened(
-    trap: Trap, options: dict[str, object], message: str
-) -> None:
+def test_python_calls_are_rejected_before_weights_open(trap: Trap, options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         AutoDecoder.from_pretrained(trap.target, **{"backend": "eager", **options})  # type: ignore[arg-type]
     with pytest.raises(MissingWeightsError):

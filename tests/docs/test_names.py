@@ -1,4 +1,4 @@
-"""Names in pages exist: modules and classes, files, commands and their options, targets of the Makefile."""
+"""Names in pages exist: modules and classes, files, commands and their options, targets of the Makefile, links."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 import pytest
 
 from tests.cli.calling import call
-from tests.docs.pages import CURRENT, ROOT, commands, prose, python, text
+from tests.docs.pages import CURRENT, PAGES, ROOT, anchors, commands, prose, python, text
 
 
 def exists(name: str) -> bool:
@@ -57,6 +57,28 @@ def test_commands_and_options_exist(page: str, monkeypatch: pytest.MonkeyPatch) 
         known = call(*name.split(), "--help")
         missing += [name] if known.exit_code else [f"{name} {one}" for one in options if one not in known.stdout]
     assert missing == []
+
+
+LINK = r"\]\(([^)\s]+)\)"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_resolve(page: str) -> None:
+    broken = []
+    for link in re.findall(LINK, prose(page)):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        place = ((ROOT / page).parent / path).resolve() if path else ROOT / page
+        if not place.exists() or (anchor and anchor not in anchors(place.relative_to(ROOT).as_posix())):
+            broken.append(link)
+    assert broken == []
+
+
+def test_every_page_is_in_the_index() -> None:
+    listed = {link.partition("#")[0] for link in re.findall(LINK, prose("docs/index.md"))}
+    pages = {page.removeprefix("docs/") for page in PAGES if re.fullmatch(r"docs/(extending/)?[^/]+\.md", page)}
+    assert pages - listed == {"index.md"}
 
 
 @pytest.mark.parametrize("page", CURRENT)

@@ -198,9 +198,7 @@ def test_compare_reports_differences_of_two_runs(done: Path) -> None:
     assert call("experiment", "compare", done, done, "--figure", "beauty").exit_code == 2
 
 
-def test_a_run_that_fails_ends_before_a_models_file_is_written(
-    done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_run_writes_no_models_file(done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(*_: object) -> None:
         raise ConfigurationError("no such luck")
 

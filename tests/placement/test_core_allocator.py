@@ -10,7 +10,7 @@ import pytest
 
 ray = pytest.importorskip("ray")
 
-from benchmarks.scale import Cluster  # noqa: E402
+from benchmarks.scale import Cluster, run  # noqa: E402
 from paceline.core.errors import PlanError, WorkerError  # noqa: E402
 from paceline.placement import INSTANCES  # noqa: E402
 from paceline.placement.cluster import core_allocator  # noqa: E402
@@ -160,6 +160,13 @@ def test_releasing_cores_does_not_create_an_allocator(monkeypatch: pytest.Monkey
     monkeypatch.setattr(core_allocator, "allocator", lambda: pytest.fail("made only to hear that it holds nothing"))
     give_back(["gone"], 1)
     end_unused(1)
+
+
+def test_the_scale_simulation_runs() -> None:
+    report = run(LARGE, 4)
+    full, replaced = report["place"], report["replace"]
+    assert isinstance(full, dict) and isinstance(replaced, dict)
+    assert full["used_share"] > 0.9 and replaced["nodes"] == 4
 
 
 @pytest.mark.ray

@@ -28,6 +28,7 @@ from paceline.placement.remote.server import UnpooledDrafters
 from tests.fakes import Checked, TableDecoder
 from tests.placement.faulty import DRAFT, FAULTS, SECRET, TARGET, Faulty, Forked, V, serving, working_ahead
 from tests.sampled import run, texts
+from tests.waiting import until
 
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5], [3, 5, 8, 9, 7, 9, 3, 2, 3]]
 SAMPLED = {"do_sample": True, "temperature": 1.2, "top_p": 0.95}
@@ -99,10 +100,7 @@ def test_proposals_of_any_length_are_sent_at_the_agreed_length(tmp_path: Path, s
 
 def revived(draft: RemoteDrafter) -> None:
     """Wait until there is a process again; an answer that is overdue is looked at in the next round only."""
-    end = time.monotonic() + 120
-    while draft.health.state == "down":
-        assert time.monotonic() < end, draft.health
-        time.sleep(0.01)
+    until(lambda: draft.health.state != "down", what=lambda: draft.health)
 
 
 @pytest.mark.full

@@ -149,9 +149,7 @@ def test_a_fetched_model_needs_no_folder(workshop: Workshop, monkeypatch: pytest
         (["--target", "MODEL", "--per-request-spec-decode-metrics", "all"], "got 'all'"),
     ],
 )
-def test_invalid_serve_arguments_are_rejected_before_anything_starts(
-    workshop: Workshop, line: list[str], says: str
-) -> None:
+def test_invalid_serve_arguments_are_rejected_before_a_start(workshop: Workshop, line: list[str], says: str) -> None:
     line = [str(workshop.checkpoint()) if word == "MODEL" else word for word in line]
     done = CliRunner().invoke(app, ["serve", *line])
     assert done.exit_code == 2 and says in " ".join(done.output.split())

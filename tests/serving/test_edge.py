@@ -13,7 +13,7 @@ import pytest
 
 from paceline.serving.model_server import sampling_params
 from paceline.serving.openai.requests import ChatRequest
-from tests.serving.edge import ScriptedEngine, chat_tokenizer, client_of, scripted, texts
+from tests.serving.edge import ScriptedEngine, chat_tokenizer, client_of, messages_of, scripted, texts
 from tests.waiting import until
 
 CALLS = (
@@ -202,9 +202,7 @@ def test_markers_that_are_special_tokens_are_found() -> None:
 
 
 @pytest.mark.parametrize(("asked", "thought", "answer"), [("think", "\nhmm, 2 < 3\n", "Two."), ("plain", None, None)])
-def test_reasoning_is_separated_from_the_answer(
-    client: openai.OpenAI, asked: str, thought: str | None, answer: str | None
-) -> None:
+def test_reasoning_is_separated(client: openai.OpenAI, asked: str, thought: str | None, answer: str | None) -> None:
     message = ask(client, asked).choices[0].message
     assert (message.model_extra.get("reasoning"), message.content) == (thought, answer or SAYS[asked])
     chunks = list(ask(client, asked, stream=True))
@@ -242,21 +240,20 @@ def test_responses_make_function_calls(client: openai.OpenAI) -> None:
 
 
 def test_tokenize_and_detokenize_round_trip(client: openai.OpenAI) -> None:
-    found: Any = client.post("/../tokenize", body={"model": "m", "prompt": "h\u00e9"}, cast_to=object)
+    def post(path: str, **body: Any) -> Any:
+        return client.post(f"/../{path}", body={"model": "m", **body}, cast_to=object)
+
+    found = post("tokenize", prompt="h\u00e9")
     assert found["count"] == len(found["tokens"]) == 2
-    back: Any = client.post("/../detokenize", body={"model": "m", "tokens": found["tokens"]}, cast_to=object)
-    assert back == {"prompt": "h\u00e9"}
-    chat: Any = client.post(
-        "/../tokenize", body={"model": "m", "messages": [{"role": "user", "content": "a"}]}, cast_to=object
-    )
-    shown: Any = client.post("/../detokenize", body={"model": "m", "tokens": chat["tokens"]}, cast_to=object)
-    assert shown == {"prompt": "[user]a[assistant]"}
+    assert post("detokenize", tokens=found["tokens"]) == {"prompt": "h\u00e9"}
+    chat = post("tokenize", messages=[{"role": "user", "content": "a"}])
+    assert post("detokenize", tokens=chat["tokens"]) == {"prompt": "[user]a[assistant]"}
 
 
 def test_the_finish_reason_is_sent_with_the_last_chunk() -> None:
     """Between Ray Serve's processes every piece is a message, and an empty one costs as much as any other."""
     app, _, _ = scripted(say)
-    body, sent = {"model": "m", "prompt": "plain", "stream": True}, list[dict[str, Any]]()
+    body = {"model": "m", "prompt": "plain", "stream": True}
     asked = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
 
     async def receive() -> dict[str, Any]:
@@ -264,11 +261,7 @@ def test_the_finish_reason_is_sent_with_the_last_chunk() -> None:
             await asyncio.sleep(60)  # the client waits for its answer
         return asked.pop()
 
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
-    asyncio.run(app(scope | {"raw_path": b"/v1/completions", "root_path": ""}, receive, send))
+    sent = messages_of(app, receive)
     assert [one["type"] for one in sent] == ["http.response.start"] + ["http.response.body"] * (len(sent) - 1)
     assert [one["more_body"] for one in sent[1:]] == [True] * (len(sent) - 2) + [False]
     assert all(one["body"] for one in sent[1:]) and sent[-1]["body"].endswith(b"data: [DONE]\n\n")

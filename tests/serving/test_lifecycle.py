@@ -185,9 +185,7 @@ def test_requests_during_a_load_wait_for_it(home: Path) -> None:
         assert served.loader.loads == ["c"]
 
 
-def test_pinned_and_busy_models_stay_and_the_request_gets_retry_after(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pinned_and_busy_models_stay_and_requests_get_retry_after(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with service(home, {"name": "a", "pinned": True}, {"name": "b"}, {"name": "c", "load": "on_demand"}) as served:
         assert served.say("pin", "b").json()["pinned"] is True
         answer = served.ask("c")

@@ -365,9 +365,7 @@ CONTRAST = """() => {
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_contrast_is_sufficient_in_both_themes(
-    browser: Browser, served: tuple[str, ScriptedEngine], scheme: str
-) -> None:
+def test_contrast_suffices_in_both_themes(browser: Browser, served: tuple[str, ScriptedEngine], scheme: str) -> None:
     with opened(browser, served[0], errors=("404",), color_scheme=scheme) as page:
         ask(page, "hostile")
         ground = "getComputedStyle(document.body).backgroundColor"

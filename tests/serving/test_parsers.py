@@ -111,9 +111,7 @@ def check(make: Callable[[], Parser], text: str, content: str, calls: Calls, rea
 
 
 @pytest.mark.parametrize(("make", "text", "content", "calls"), [case[1:] for case in CASES], ids=[c[0] for c in CASES])
-def test_tool_calls_of_every_format_parse_in_any_chunks(
-    make: Callable[[], Parser], text: str, content: str, calls: Calls
-) -> None:
+def test_tool_calls_parse_in_any_chunks(make: Callable[[], Parser], text: str, content: str, calls: Calls) -> None:
     check(make, text, content, calls)
 
 

@@ -1,11 +1,12 @@
-"""Guards of Ray: only actors that do not respond are killed; a stream ends when its reader has taken it, or is gone. On
-real Ray: `test_serving`.
+"""Guards of Ray: only actors that do not respond are killed; health checks; a stream ends when its reader has taken it,
+or is gone. On real Ray: `test_serving`.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,7 +14,10 @@ pytest.importorskip("ray")
 
 from starlette.types import Message, Receive, Scope, Send
 
+from paceline.core.errors import BackendError, RankError, WorkerError
+from paceline.serving import replica as module
 from paceline.serving.ray_guard import Readers, UntilTaken, WatchedActor, pause_s
+from paceline.serving.replica import ModelReplica
 
 BODY: Message = {"type": "http.response.body", "body": b"x"}
 GONE: Message = {"type": "http.disconnect"}
@@ -71,16 +75,49 @@ def call(messages: list[Message | Exception], *, more: bool = False) -> list[Mes
     return messages
 
 
-def test_a_call_ends_when_the_server_reports_completion() -> None:
-    assert call([READ, GONE, READ]) == [READ]
-
-
-def test_a_call_to_a_dead_server_ends() -> None:
-    assert call([OSError("gone"), READ]) == [READ]
-
-
-def test_a_call_without_completion_does_not_wait_for_its_reader() -> None:
+def test_a_call_ends_with_the_servers_report_or_its_death_and_an_incomplete_one_does_not_wait() -> None:
+    assert call([READ, GONE, READ]) == call([OSError("gone"), READ]) == [READ]
     assert call([READ, GONE], more=True) == [READ, GONE]
+
+
+# ---- responses of a replica to health checks: Serve replaces one that raises
+
+
+class Bare(ModelReplica):
+    """Without workers. ``engine``: what stands for the target's."""
+
+    def __init__(self, *, failure: Exception | None = None, running: int = 0, timeout_s: float = 0.0) -> None:
+        figures = SimpleNamespace(running=running, waiting=0)
+        self.engine = SimpleNamespace(failure=failure, figures=lambda: figures, heartbeat=0)
+        self._engine = self.engine  # type: ignore[assignment]
+        self._beat = module._Heartbeat(timeout_s)
+
+
+def check(replica: ModelReplica) -> None:
+    asyncio.run(replica.check_health())
+
+
+def test_a_device_that_fails_every_round_is_reported_and_a_lost_rank_ends_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def end(code: int) -> None:
+        raise SystemExit(code)
+
+    with pytest.raises(WorkerError, match="the model's rounds fail repeatedly"):
+        check(Bare(failure=BackendError("the device is gone")))
+    monkeypatch.setattr(module.os, "_exit", end)
+    with pytest.raises(SystemExit):
+        check(Bare(failure=RankError("rank 1 is gone")))
+
+
+def test_a_stalled_engine_with_requests_is_reported_and_an_idle_one_is_not() -> None:
+    busy, idle = Bare(running=1), Bare()
+    for replica in (busy, idle, idle):
+        check(replica)
+    with pytest.raises(WorkerError, match="has done nothing"):
+        check(busy)
+    busy.engine.heartbeat += 1
+    check(busy)
 
 
 class Actor(WatchedActor):
@@ -120,9 +157,7 @@ def killed_after(answers: str, processes: list[int | None]) -> list[int | None]:
         ("nnnn", [1, None, 2, 2], []),
     ],
 )
-def test_an_actor_is_killed_after_three_missed_checks(
-    answers: str, processes: list[int | None], killed: list[int]
-) -> None:
+def test_an_actor_is_killed_after_three_misses(answers: str, processes: list[int | None], killed: list[int]) -> None:
     assert killed_after(answers, processes) == killed
 
 

@@ -133,9 +133,7 @@ class Replicas:
 
 
 @pytest.mark.parametrize(("says", "leaves"), [([True, True], True), ([True, False], False), ([], False)])
-def test_a_model_is_evicted_only_if_all_responding_replicas_are_idle(
-    workshop: Workshop, says: list[object], leaves: bool
-) -> None:
+def test_a_model_is_evicted_if_all_replicas_are_idle(workshop: Workshop, says: list[object], leaves: bool) -> None:
     replicas = Replicas(*says)
     made = service(workshop.checkpoint(), {"name": "a"})
     loader = ServeLoader(made, ServeRouter({"a": replicas}))
@@ -176,9 +174,7 @@ def loader(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> ServeLoader:
 
 
 @pytest.mark.parametrize("name", ["eager", "late"])
-def test_a_failed_load_is_reported_without_rays_text(
-    loader: ServeLoader, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failed_load_hides_rays_text(loader: ServeLoader, name: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "paceline")
     logging.getLogger("paceline").propagate = True
     with pytest.raises(WorkerError, match=name) as told:

@@ -74,7 +74,7 @@ def answers(upto: int, end: Exception | Failed | None = None) -> Attempt:
     return attempt
 
 
-def ask(handle: Handle, monkeypatch: pytest.MonkeyPatch, model: str = "m", **options: float) -> list[Item]:
+def ask(handle: Handle, monkeypatch: pytest.MonkeyPatch, model: str = "m", **options: Any) -> list[Item]:
     monkeypatch.setattr(serve_router, "_PAUSE_S", 0.0)
 
     async def run() -> list[Item]:
@@ -82,7 +82,7 @@ def ask(handle: Handle, monkeypatch: pytest.MonkeyPatch, model: str = "m", **opt
         request = CompletionRequest(model=model, prompt="x", seed=1)
         return [item async for item in router.stream(request, RequestContext.new())]
 
-    return asyncio.run(run())
+    return asyncio.run(asyncio.wait_for(run(), 60))
 
 
 LOSSES = [ActorDiedError(), DeploymentUnavailableError(None), Failed(RefusedError(503, "a rank is gone"), lost=True)]
@@ -238,9 +238,7 @@ def test_concurrent_health_checks_are_merged() -> None:
 
 
 @pytest.mark.parametrize("decides", [None, RefusedError(503, "no node has room"), WorkerError("nobody decides")])
-def test_the_lifecycle_is_called_if_no_replica_responds(
-    decides: Exception | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_lifecycle_is_called_without_a_replica(decides: Exception | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lifecycle loads the model, or says why not; without a decision the model may recover."""
     monkeypatch.setattr(serve_router, "_FIRST_LOOK_S", 0.01)
     monkeypatch.setattr(serve_router, "_LOOK_S", 0.01)
@@ -262,14 +260,9 @@ def test_the_lifecycle_is_called_if_no_replica_responds(
             if decides is not None:
                 raise decides
 
-    async def run() -> list[Item]:
-        handle = Handle(answers(4))
-        handle.kind = Late
-        router = ServeRouter({"m": handle}, lifecycle=Asked())  # type: ignore[arg-type]
-        request = CompletionRequest(model="m", prompt="x", seed=1)
-        return [item async for item in router.stream(request, RequestContext.new())]
-
-    items = asyncio.run(asyncio.wait_for(run(), 60))
+    handle = Handle(answers(4))
+    handle.kind = Late
+    items = ask(handle, monkeypatch, lifecycle=Asked())
     if isinstance(decides, RefusedError):
         assert [one.error for one in items if isinstance(one, Failed)] == [decides]
     else:
