@@ -38,19 +38,15 @@ def test_a_machine_without_neuron_is_reported_healthy() -> None:
     assert done.exit_code == 0 and found["healthy"]
 
 
-def test_a_cache_that_cannot_be_written_is_bad(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(doctor.os, "access", lambda *_args: False)
-    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
+@pytest.mark.parametrize("writable", [False, True], ids=["read-only", "a file"])
+def test_an_unusable_cache_is_bad(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, writable: bool) -> None:
+    (tmp_path / "file").write_text("no folder")
+    if not writable:
+        monkeypatch.setattr(doctor.os, "access", lambda *_args: False)
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / ("file" if writable else "cache")))
     finding = subjects(doctor.examine())["cache"]
     assert not finding.passed and "PACELINE_CACHE" in finding.seen
     assert CliRunner().invoke(app, ["doctor"]).exit_code == 1
-
-
-def test_a_file_in_place_of_a_cache_is_bad(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("no folder")
-    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "file"))
-    finding = subjects(doctor.examine())["cache"]
-    assert not finding.passed and "PACELINE_CACHE" in finding.seen
 
 
 def test_neuron_ls_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -195,15 +195,11 @@ def test_states_of_others_equal_the_target_s(workshop: Workshop, tmp_path: Path,
 def test_a_head_learns_from_states_of_others(workshop: Workshop, tmp_path: Path) -> None:
     foreign("specforge", tmp_path / "states", FrozenTarget(workshop.checkpoint(), LAYERS))
     shares = train.train(
-        workshop.checkpoint(),
-        training_data([tmp_path / "states"], workshop.checkpoint()),
-        EagleHeadOptions(layers=LAYERS, draft_vocab_size=60, depth=3),
-        texts=OPTIONS,
+        workshop.checkpoint(), training_data([tmp_path / "states"], workshop.checkpoint()),
+        EagleHeadOptions(layers=LAYERS, draft_vocab_size=60, depth=3), texts=OPTIONS,
         options=EagleTraining(tokens=20 * 64, ttt_steps=2, batch_size=32, replay=0.5, dpace=True),
-        work=tmp_path / "work",
-        out=tmp_path / "out",
-        report=lambda *_: None,
-    )
+        work=tmp_path / "work", out=tmp_path / "out", report=lambda *_: None,
+    )  # fmt: skip
     assert shares is not None and len(shares) == 3 and (tmp_path / "out" / "model.safetensors").is_file()
 
 

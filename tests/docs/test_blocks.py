@@ -62,15 +62,10 @@ def names(folder: Path) -> Iterator[dict[str, object]]:
     target, draft = (AutoDecoder.from_pretrained(f"examples/pycode/{name}") for name in ("target", "draft"))
     prompts = [[5, 17, 99], [7, 8]]
     yield {
-        "target": target,
-        "draft": draft,
-        "generator": SpeculativeGenerator(draft, target, k=3),
-        "tokenizer": AutoTokenizer.from_pretrained("examples/pycode/target"),
-        "prompts": prompts,
-        "ids": prompts[:1],
-        "prompt_ids": prompts[:1],
-        "input_ids": torch.tensor([[5, 17, 99], [7, 8, 9]]),
-    }
+        "target": target, "draft": draft, "generator": SpeculativeGenerator(draft, target, k=3),
+        "tokenizer": AutoTokenizer.from_pretrained("examples/pycode/target"), "prompts": prompts, "ids": prompts[:1],
+        "prompt_ids": prompts[:1], "input_ids": torch.tensor([[5, 17, 99], [7, 8, 9]]),
+    }  # fmt: skip
 
 
 def smaller(block: str, folder: Path) -> str:

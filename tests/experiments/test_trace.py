@@ -56,13 +56,9 @@ def real(generator: SpeculativeGenerator, params: SamplingParams) -> tuple[Stati
 
 def counts(statistics: Statistics) -> tuple[object, ...]:
     return (
-        statistics.tau,
-        statistics.num_rounds,
-        statistics.num_drafts,
-        statistics.num_draft_tokens_per_pos,
-        statistics.num_accepted_tokens_per_pos,
-        statistics.new_tokens,
-    )
+        statistics.tau, statistics.num_rounds, statistics.num_drafts, statistics.num_draft_tokens_per_pos,
+        statistics.num_accepted_tokens_per_pos, statistics.new_tokens,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.of != "choice"])

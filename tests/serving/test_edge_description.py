@@ -47,22 +47,11 @@ OTHERS: dict[str, dict[str, Any]] = {  # what a field goes with
     "tool_choice": {"tools": [{"type": "function", "function": {"name": "x"}}]},
 }  # fmt: skip
 CROSS = (  # what no schema of one field says
-    "json_schema: expected type",
-    "one of json, regex",
-    "continuous_usage_stats: expected",
-    "expected a function in tools",
-    "has no effect on",
-    "expected either prompt",
-    "an item of type",
-    "best_of",
-    "strict: true of",
-    "unless the message has tool_calls",
-    "an empty list",
-    "logit_bias: expected token ids",
-    "structured_outputs",
-    "omit one of them",
-    "one item that the model reads",
-)
+    "json_schema: expected type", "one of json, regex", "continuous_usage_stats: expected",
+    "expected a function in tools", "has no effect on", "expected either prompt", "an item of type", "best_of",
+    "strict: true of", "unless the message has tool_calls", "an empty list", "logit_bias: expected token ids",
+    "structured_outputs", "omit one of them", "one item that the model reads",
+)  # fmt: skip
 
 
 def values(schema: dict[str, Any], depth: int = 0) -> list[Any]:

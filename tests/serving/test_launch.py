@@ -102,19 +102,16 @@ def never() -> None:
 
 
 @pytest.mark.parametrize("number", ENDS)
-def test_a_signal_ends_it_while_models_load(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_ends_it_while_models_load_and_when_it_serves(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     played = Played()
     played.deploys = lambda: tell(number)
-    calls = serve(played, monkeypatch, ready=never)
-    assert calls == ["init", "start", "run paceline", "serve.shutdown", "ray.shutdown"]
+    calls = ["init", "start", "run paceline", "serve.shutdown", "ray.shutdown"]
+    assert serve(played, monkeypatch, ready=never) == calls
 
-
-@pytest.mark.parametrize("number", ENDS)
-def test_a_signal_ends_it_when_it_serves(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def ready() -> None:
         threading.Timer(0.1, os.kill, (os.getpid(), number)).start()
 
-    assert serve(Played(), monkeypatch, ready=ready)[-2:] == ["serve.shutdown", "ray.shutdown"]
+    assert serve(Played(), monkeypatch, ready=ready) == calls
 
 
 @pytest.mark.parametrize("loads", [False, True])

@@ -43,12 +43,8 @@ ROWS = [
 
 
 def settings(folder: Path, **more: object) -> dict[str, object]:
-    return {
-        **asdict(LoadOptions(amp="f32", batch_size=2, n_positions=128)),
-        "backend": "eager",
-        "folder": str(folder),
-        **more,
-    }
+    load = asdict(LoadOptions(amp="f32", batch_size=2, n_positions=128))
+    return {**load, "backend": "eager", "folder": str(folder), **more}
 
 
 def test_every_registry_row_of_a_models_file_is_served() -> None:
