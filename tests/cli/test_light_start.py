@@ -9,7 +9,6 @@ import json
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
@@ -127,28 +126,11 @@ def test_command_summaries_equal_those_of_the_commands() -> None:
     assert sorted(found) == sorted(every)
 
 
-@dataclass(frozen=True)
-class Trap:
-    """A target and a draft that can be looked at and not be loaded."""
-
-    target: Path
-    draft: Path
-
-    def filled(self, arguments: list[str]) -> list[str]:
-        names = {"TARGET": str(self.target), "DRAFT": str(self.draft), "FOLDER": str(self.target.parent)}
-        for name, value in names.items():
-            arguments = [argument.replace(name, value) for argument in arguments]
-        return arguments
-
-
-def trapped(home: Path, folder: Path) -> Trap:
-    for name in ("target", "draft"):
-        shutil.copytree(home / name, folder / name)
-        (folder / name / "model.safetensors").write_bytes(b"no weights")
-    (folder / "prompts.jsonl").write_text('{"prompt": "def main"}\n')
-    models = {"targets": ["target"], "drafters": [{"draft": "nosuch"}], "prompt_sets": [{"path": "prompts.jsonl"}]}
-    (folder / "experiment.yaml").write_text(json.dumps({"name": "x", **models}))
-    return Trap(folder / "target", folder / "draft")
+def filled(folder: Path, arguments: list[str]) -> list[str]:
+    names = {"TARGET": folder / "target", "DRAFT": folder / "draft", "FOLDER": folder}
+    for name, value in names.items():
+        arguments = [argument.replace(name, str(value)) for argument in arguments]
+    return arguments
 
 
 REFUSALS: list[tuple[list[str], str]] = [
@@ -228,17 +210,25 @@ REFUSALS: list[tuple[list[str], str]] = [
 
 
 @pytest.fixture(scope="module")
-def trap(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Trap:
-    return trapped(home, tmp_path_factory.mktemp("trap"))
+def trap(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target and a draft that can be looked at and not be loaded."""
+    folder = tmp_path_factory.mktemp("trap")
+    for name in ("target", "draft"):
+        shutil.copytree(home / name, folder / name)
+        (folder / name / "model.safetensors").write_bytes(b"no weights")
+    (folder / "prompts.jsonl").write_text('{"prompt": "def main"}\n')
+    models = {"targets": ["target"], "drafters": [{"draft": "nosuch"}], "prompt_sets": [{"path": "prompts.jsonl"}]}
+    (folder / "experiment.yaml").write_text(json.dumps({"name": "x", **models}))
+    return folder
 
 
 @pytest.fixture(scope="module")
-def refused(trap: Trap) -> list[tuple[int, str, list[str]]]:
-    return outcomes([trap.filled(arguments) for arguments, _ in REFUSALS])
+def refused(trap: Path) -> list[tuple[int, str, list[str]]]:
+    return outcomes([filled(trap, arguments) for arguments, _ in REFUSALS])
 
 
-def test_opening_the_test_weights_raises(trap: Trap) -> None:
-    done = call(*trap.filled([*GENERATE, "--backend", "eager", "--draft", "ngram", "--n-positions", "64"]))
+def test_opening_the_test_weights_raises(trap: Path) -> None:
+    done = call(*filled(trap, [*GENERATE, "--backend", "eager", "--draft", "ngram", "--n-positions", "64"]))
     assert done.exit_code == 2 and "model.safetensors" in done.stderr
 
 
@@ -258,23 +248,21 @@ def test_invalid_options_are_rejected_before_pytorch(refused: list[tuple[int, st
         ({"kv_cache_dtype": "nosuch"}, "got 'nosuch'"),
     ],
 )
-def test_python_calls_are_rejected_before_weights_open(trap: Trap, options: dict[str, object], message: str) -> None:
+def test_python_calls_are_rejected_before_weights_open(trap: Path, options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        AutoDecoder.from_pretrained(trap.target, **{"backend": "eager", **options})  # type: ignore[arg-type]
+        AutoDecoder.from_pretrained(trap / "target", **{"backend": "eager", **options})  # type: ignore[arg-type]
     with pytest.raises(MissingWeightsError):
-        AutoDecoder.from_pretrained(trap.target, backend="eager")
+        AutoDecoder.from_pretrained(trap / "target", backend="eager")
 
 
-def test_an_invalid_draft_is_rejected_before_it_is_loaded(workshop: Workshop, trap: Trap) -> None:
-    target = workshop.decoder()
+def test_an_invalid_draft_is_rejected_before_it_is_loaded(workshop: Workshop, trap: Path) -> None:
+    target, draft = workshop.decoder(), str(trap / "draft")
+    words = "acceptor: expected 'match' for a list of drafters, none of"
     for options, message in (
-        ({"draft": f"{trap.draft}:k=500"}, "got 501"),
-        ({"draft": f"{trap.draft}:amp=x"}, "got 'x'"),
-        (
-            {"draft": ["ngram", f"{trap.draft}"], "acceptor": "reject"},
-            "acceptor: expected 'match' for a list of drafters, none of",
-        ),
-        ({"draft": f"{trap.draft}"}, "the vocabularies of 280"),
+        ({"draft": f"{draft}:k=500"}, "got 501"),
+        ({"draft": f"{draft}:amp=x"}, "got 'x'"),
+        ({"draft": ["ngram", draft], "acceptor": "reject"}, words),
+        ({"draft": draft}, "the vocabularies of 280"),
     ):
         with pytest.raises((ConfigurationError, PairingError), match=message):
             SpeculativeGenerator(target=target, **options)  # type: ignore[arg-type]

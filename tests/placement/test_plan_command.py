@@ -68,15 +68,10 @@ def with_policy(home: Path, policy: str) -> Path:
 
 
 def test_the_fault_policy_is_read_from_the_file(home: Path) -> None:
-    policy = read_fault_policy(
-        with_policy(
-            home,
-            "{startup_timeout_s: 3600, draft_ahead: true, draft_timeouts: {reply_timeout_s: 0.5, max_failures: 2}}",
-        )
-    )
-    assert policy == FaultPolicy(
-        startup_timeout_s=3600.0, draft_ahead=True, draft_timeouts=DraftTimeouts(reply_timeout_s=0.5, max_failures=2)
-    )
+    text = "{startup_timeout_s: 3600, draft_ahead: true, draft_timeouts: {reply_timeout_s: 0.5, max_failures: 2}}"
+    timeouts = DraftTimeouts(reply_timeout_s=0.5, max_failures=2)
+    policy = FaultPolicy(startup_timeout_s=3600.0, draft_ahead=True, draft_timeouts=timeouts)
+    assert read_fault_policy(with_policy(home, text)) == policy
     call(home, CHAT)
     assert read_fault_policy(home / "models.yaml") == FaultPolicy()
 
@@ -221,9 +216,7 @@ def test_the_default_instance_is_this_machine(home: Path, monkeypatch: pytest.Mo
             assert done.exit_code == 2 and says in done.stderr and "--instance" in done.stderr
     tool.unlink()
     done = CliRunner().invoke(app, ["plan", str(home / "models.yaml")])
-    assert (
-        done.exit_code == 2 and "chat: tp_degree: expected one of 1 on cpu, got 8" in done.stderr
-    )  # it is this machine then
+    assert done.exit_code == 2 and "chat: tp_degree: expected one of 1 on cpu, got 8" in done.stderr, "this machine"
 
 
 def test_a_model_that_runs_is_not_added_again() -> None:

@@ -242,13 +242,9 @@ def test_a_footprint_counts_weights_and_caches() -> None:
     assert whole.cache == 2 * 2 * 2 * 8 * (128 + 256) * 2
     assert footprint(one, LoadOptions(amp="f32", n_positions=128), 1).weights == 2 * whole.weights
     assert footprint(one, LoadOptions(batch_size=3, n_positions=128), 1).cache == 3 * whole.cache
-    matrices = products + 2 * 64 * 96
-    assert footprint(one, LoadOptions(quantization="int8", n_positions=128), 1).weights == ceil(
-        1.01 * matrices + 2 * (2 * 2 + 1) * 96
-    )
-    assert footprint(one, LoadOptions(quantization="q4_0", n_positions=128), 1).weights == ceil(
-        18 / 32 * matrices + 2 * (2 * 2 + 1) * 96
-    )
+    for form, size in (("int8", 1.01), ("q4_0", 18 / 32)):
+        packed = footprint(one, LoadOptions(quantization=form, n_positions=128), 1).weights
+        assert packed == ceil(size * (products + 2 * 64 * 96) + 2 * (2 * 2 + 1) * 96)
     halves = [footprint(one, LoadOptions(n_positions=128), d).cache for d in (1, 2, 4)]
     assert halves == [whole.cache, whole.cache // 2, whole.cache // 2]  # two key heads cannot be cut in four
 

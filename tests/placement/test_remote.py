@@ -72,9 +72,8 @@ def wanted(prompts: list[list[int]], **asked: object) -> list[list[int]]:
 @pytest.mark.parametrize("slots", [1, 4])
 @pytest.mark.parametrize("asked", [{}, {**SAMPLED, "seed": 3}])
 def test_a_remote_drafter_equals_a_local_one(tmp_path: Path, stack: ExitStack, slots: int, asked: dict) -> None:
-    draft = stack.enter_context(
-        closing(remote(stack.enter_context(closing(Forked(tmp_path))), slots=slots, timeouts=PATIENT))
-    )
+    forked = stack.enter_context(closing(Forked(tmp_path)))
+    draft = stack.enter_context(closing(remote(forked, slots=slots, timeouts=PATIENT)))
     calm = {"max_new_tokens": 30, **asked}
     there = run(Checked(draft, target(slots)), PROMPTS, **calm)
     here = run(Checked(TableDecoder(DRAFT, slots=slots), target(slots)), PROMPTS, **calm)
@@ -82,10 +81,8 @@ def test_a_remote_drafter_equals_a_local_one(tmp_path: Path, stack: ExitStack, s
     health = there.statistics.drafter_health
     assert health is not None and health.state == "up" and health.faults == 0 and health.answered == health.asked > 0
     if slots == len(PROMPTS):  # one of them alone never proposes less than the other
-        assert (there.statistics.num_accepted_tokens, there.statistics.num_rounds) == (
-            here.statistics.num_accepted_tokens,
-            here.statistics.num_rounds,
-        )
+        counted = [(one.statistics.num_accepted_tokens, one.statistics.num_rounds) for one in (there, here)]
+        assert counted[0] == counted[1]
     assert there.statistics.num_accepted_tokens > 0
 
 
@@ -193,10 +190,9 @@ def test_a_permanently_failing_drafter_is_not_an_error(tmp_path: Path, stack: Ex
     one = torch.ones(1, dtype=torch.int32)
     commit = Commit(torch.tensor([[3, -1, -1, -1, -1]], dtype=torch.int32), one, 2 * one)
     draft.update(commit)
+    sampling, limits = sampling_tensors([Sampling()]), RoundLimits([4], 3)
     for _ in range(1100):
-        assert draft.propose(
-            commit, sampling_tensors([Sampling()]), RoundLimits((4 * one).tolist(), 3)
-        ).tokens.tolist() == [[-1] * 4]
+        assert draft.propose(commit, sampling, limits).tokens.tolist() == [[-1] * 4]
     assert draft.health.failed == 1100
 
 

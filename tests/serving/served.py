@@ -140,11 +140,9 @@ def statuses(client: openai.OpenAI, model: str) -> list[int]:
 @contextmanager
 def served(groups: Sequence[ReplicaGroupPlan], *, by_proxy: bool = False) -> Iterator[openai.OpenAI]:
     """A client of it, while it is served, as `paceline serve` does it: ``by_proxy`` in a cluster that it joined."""
+    draft_timeouts = DraftTimeouts(reply_timeout_s=2)
     fault_policy = FaultPolicy(
-        startup_timeout_s=90,
-        stall_timeout_s=30,
-        placement_timeout_s=20,
-        draft_timeouts=DraftTimeouts(reply_timeout_s=2),
+        startup_timeout_s=90, stall_timeout_s=30, placement_timeout_s=20, draft_timeouts=draft_timeouts
     )
     with ListeningSocket("127.0.0.1", 0) as listening:
         port, handover = listening.port, listening.handover

@@ -111,11 +111,9 @@ def test_tool_calls_are_parsed(client: openai.OpenAI, served: tuple[openai.OpenA
     assert (second.function.name, json.loads(second.function.arguments)) == ("add", {"a": 1})
     assert first.id != second.id
     assert ask(client, "tool").choices[0].message.content == SAYS["tool"]  # nobody asked for tools
-    back = [
-        choice.message.model_dump(exclude_none=True),
-        {"role": "tool", "tool_call_id": first.id, "content": "plain"},
-    ]
-    answer = client.chat.completions.create(model="m", messages=[{"role": "user", "content": "?"}, *back], tools=TOOLS)
+    back = [{"role": "user", "content": "?"}, choice.message.model_dump(exclude_none=True)]
+    back.append({"role": "tool", "tool_call_id": first.id, "content": "plain"})
+    answer = client.chat.completions.create(model="m", messages=back, tools=TOOLS)
     assert answer.choices[0].message.content == SAYS["plain"]
     prompt = served[1].tokenizer.decode(list(served[1].calls[-1].requests[0].prompt))
     assert prompt.startswith("[tools]weather add") and 'weather {"city"' in prompt

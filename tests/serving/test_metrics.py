@@ -31,10 +31,8 @@ def filled(engine: str = "a") -> MetricSet:
     """Metrics of a replica in which everything has happened."""
     metrics = MetricSet("m", engine, ray_too=False)
     metrics.update(FIGURES, DrafterHealth(state="up", lost=1, restarts=2), num_slots=4)
-    consume(
-        [StreamStart(7), StreamChunk(b"x", (1, 0)), StreamChunk(b"y", (3, 2)), StreamChunk(b"", (3, 4), last=True)],
-        metrics,
-    )
+    chunks = StreamChunk(b"x", (1, 0)), StreamChunk(b"y", (3, 2)), StreamChunk(b"", (3, 4), last=True)
+    consume([StreamStart(7), *chunks], metrics)
     consume([Failed(RefusedError(400, "no"))], metrics)
     metrics.finished([RequestTiming(0.5, 0.25, 2.0), RequestTiming(1.5, 0.25, 4.0)])
     return metrics

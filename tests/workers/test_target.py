@@ -116,14 +116,6 @@ def test_an_in_process_draft_is_fused_unless_configured_otherwise(workshop: Work
     assert isinstance(rounds, Rounds) and [plan.fused is not None for plan in rounds.plans.values()] == [fused is None]
 
 
-def test_keys_of_a_models_file_equal_the_generators(workshop: Workshop) -> None:
-    keys = {"draft": "ngram", "k": [0, 2, 4], "acceptor": "typical:epsilon=0.2", "exact": False}
-    config = WorkerConfig.from_settings(settings(workshop.checkpoint(), **keys)).speculative
-    assert (config.k, config.exact, config.acceptor.name) == ((0, 2, 4), False, "typical")
-    with pytest.raises(ConfigurationError, match="acceptor: expected a drafter"):
-        WorkerConfig.from_settings(settings(workshop.checkpoint(), acceptor="reject"))
-
-
 def test_tokenizers_are_compared_wherever_the_draft_runs(tmp_path: Path) -> None:
     save_pair(tmp_path)
     every_byte().save_pretrained(tmp_path / "target")
