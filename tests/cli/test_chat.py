@@ -177,18 +177,11 @@ def test_a_mode_accepts_only_its_options(chatty: Path) -> None:
 def test_a_lossy_rule_is_labelled_and_an_error_is_shown(chatty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rest = talk(chatty, "w5", options=("--draft", chatty, "--acceptor", "typical"))[1]
     assert "LOSSY" in rest
-    failing = iter([RequestOutput(0, (), 0, "error", error=RequestError("that went wrong"))])
+    failing = RequestOutput(0, (), 0, "error", error=RequestError("that went wrong"))
     with monkeypatch.context() as patch:
-        patch.setattr(SpeculativeGenerator, "stream", lambda *_, **__: Closing(failing))
+        patch.setattr(SpeculativeGenerator, "stream", lambda *_, **__: (one for one in (failing,)))
         answers, rest = talk(chatty, "w5", "/seed \u00b2")
     assert "error: that went wrong" in rest and "/draft DRAFT" in rest and answers == []
-
-
-class Closing(list[RequestOutput]):
-    """A stream, as far as the conversation looks at it."""
-
-    def close(self) -> None:
-        """Nothing is open."""
 
 
 def test_ctrl_c_while_a_mode_is_loaded_keeps_the_conversation(chatty: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,14 +91,20 @@ def serve(
     return played.calls
 
 
+def raising(error: Exception) -> Callable[[], None]:
+    def fails() -> None:
+        raise error
+
+    return fails
+
+
+never = raising(AssertionError("it is not ready"))
+
+
 def tell(number: int) -> None:
     os.kill(os.getpid(), number)
     time.sleep(20)  # is not slept through
     raise AssertionError("the signal did nothing")
-
-
-def never() -> None:
-    raise AssertionError("it is not ready")
 
 
 @pytest.mark.parametrize("number", ENDS)
@@ -167,20 +173,14 @@ def test_other_applications_in_the_cluster_keep_running(listens: int | None, mon
 
 
 def test_a_failed_start_is_named_and_removed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails() -> None:
-        raise RuntimeError("Deploying application paceline failed:\n  Traceback\n\nCheckpointError: no such folder\n")
-
     played = Played()
-    played.deploys = fails
+    said = "Deploying application paceline failed:\n  Traceback\n\nCheckpointError: no such folder\n"
+    played.deploys = raising(RuntimeError(said))
     with pytest.raises(WorkerError, match=r"failed: \.\.\. CheckpointError: no such folder\); see Ray's log$"):
         serve(played, monkeypatch, ready=never)
     assert played.calls[-2:] == ["serve.shutdown", "ray.shutdown"]
-
-    def nobody() -> None:
-        raise ConnectionError("nobody answers")
-
     played = Played()
-    played.connects = nobody
+    played.connects = raising(ConnectionError("nobody answers"))
     with pytest.raises(PlanError, match="at joined: nobody answers"):
         serve(played, monkeypatch, ready=never)
     assert played.calls == ["init"]
@@ -190,12 +190,7 @@ def test_a_lost_cluster_hides_neither_the_error_nor_the_exit(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     played = Played()
-    played.lost = True
-
-    def fails() -> None:
-        raise RuntimeError("no room")
-
-    played.deploys = fails
+    played.lost, played.deploys = True, raising(RuntimeError("no room"))
     with pytest.raises(WorkerError, match=r"the service did not start \(no room\)"):
         serve(played, monkeypatch, ready=never)
     played.deploys = lambda: tell(signal.SIGINT)
