@@ -25,6 +25,7 @@ from paceline.workers.shared_engine import SharedEngine
 from tests.placement.wishes import model
 from tests.serving.edge import card
 from tests.serving.test_edge_engine import generator, items, server
+from tests.waiting import in_loop
 
 PROMPTS = ((3, 1, 4, 1, 5), (9, 2))
 
@@ -41,23 +42,20 @@ def texts(chunks: Sequence[StreamChunk]) -> dict[int, list[int]]:
     return found
 
 
-def test_outputs_equal_the_generators_and_continue_at_another_server() -> None:
+@in_loop
+async def test_outputs_equal_the_generators_and_continue_at_another_server() -> None:
     asked = request()
     alone = generator().sample([list(prompt) for prompt in PROMPTS], params=asked.params, return_dict=True)
     ends = zip(alone.sequences, alone.lengths, PROMPTS, strict=True)  # type: ignore[union-attr]
     expected = {index: row[len(prompt) : size].tolist() for index, (row, size, prompt) in enumerate(ends)}
-
-    async def work() -> None:
-        first, second = server(), server()
-        chunks = await items(first, asked)
-        assert texts(chunks) == expected and chunks[-1].sent == tuple(map(len, expected.values()))
-        reasons = [one.finish_reason for chunk in chunks for one in read_outputs(chunk.data) if one.finish_reason]
-        assert len(reasons) == 2
-        for cut in range(1, len(chunks)):
-            rest = await items(second, asked, chunks[cut - 1].sent)
-            assert texts([*chunks[:cut], *rest]) == expected
-
-    asyncio.run(work())
+    first, second = server(), server()
+    chunks = await items(first, asked)
+    assert texts(chunks) == expected and chunks[-1].sent == tuple(map(len, expected.values()))
+    reasons = [one.finish_reason for chunk in chunks for one in read_outputs(chunk.data) if one.finish_reason]
+    assert len(reasons) == 2
+    for cut in range(1, len(chunks)):
+        rest = await items(second, asked, chunks[cut - 1].sent)
+        assert texts([*chunks[:cut], *rest]) == expected
 
 
 def test_scores_of_sent_tokens_are_omitted() -> None:
@@ -67,15 +65,12 @@ def test_scores_of_sent_tokens_are_omitted() -> None:
     assert sum(map(len, scores[0])) - sum(map(len, scores[1])) == 10
 
 
-def test_a_model_without_a_tokenizer_accepts_only_ids() -> None:
+@in_loop
+async def test_a_model_without_a_tokenizer_accepts_only_ids() -> None:
     made = generator()
     bare = ModelServer(NoTokenizer(CheckpointError("there is none")), SharedEngine(made), made.limits, card=card())
-
-    async def work() -> list[Item]:
-        assert await items(bare, request())
-        return [item async for item in bare.stream(request(stop_strings="x"), RequestContext.new())]
-
-    *_, failed = asyncio.run(work())
+    assert await items(bare, request())
+    *_, failed = [item async for item in bare.stream(request(stop_strings="x"), RequestContext.new())]
     assert isinstance(failed, Failed) and isinstance(failed.cause, CheckpointError)
 
 

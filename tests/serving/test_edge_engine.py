@@ -37,6 +37,7 @@ from tests.fakes import TableDecoder, near, table
 from tests.serving.edge import TEMPLATE, card, client_of
 from tests.serving.replicas import BareReplica
 from tests.serving.small_vocabulary import letters
+from tests.waiting import in_loop
 
 TOKENIZER = letters(TEMPLATE)
 V = len(TOKENIZER)
@@ -316,24 +317,21 @@ async def items(
 
 @pytest.mark.parametrize("interval_s", [0.0, float("inf")], ids=["every round", "held"])
 @pytest.mark.parametrize(("kind", "fields"), BODIES)
-def test_another_server_continues_after_a_loss(kind: type[Any], fields: dict[str, object], interval_s: float) -> None:
+@in_loop
+async def test_another_server_continues(kind: type[Any], fields: dict[str, object], interval_s: float) -> None:
     """After any chunk: what was sent and what the other sends are the same stream, but for its cuts into events. What
     waited for its chunk when the first was lost was not sent, and comes from the other.
     """
     body = {"model": "m", "stream": True, "seed": 5, "stream_options": {"include_usage": True}, **fields}
     request = read_body(kind, json.dumps(body).encode())
-
-    async def work() -> None:
-        first, second = server(), server()
-        chunks = await items(first, request, interval_s=interval_s)
-        whole = contents(b"".join(chunk.data for chunk in chunks))
-        for cut in range(1, len(chunks)):
-            sent = b"".join(chunk.data for chunk in chunks[:cut])
-            rest = await items(second, request, chunks[cut - 1].sent)
-            assert contents(sent + b"".join(chunk.data for chunk in rest)) == whole
-            assert rest[-1].sent == chunks[-1].sent
-
-    asyncio.run(work())
+    first, second = server(), server()
+    chunks = await items(first, request, interval_s=interval_s)
+    whole = contents(b"".join(chunk.data for chunk in chunks))
+    for cut in range(1, len(chunks)):
+        sent = b"".join(chunk.data for chunk in chunks[:cut])
+        rest = await items(second, request, chunks[cut - 1].sent)
+        assert contents(sent + b"".join(chunk.data for chunk in rest)) == whole
+        assert rest[-1].sent == chunks[-1].sent
 
 
 def test_a_stream_with_an_interval_has_the_same_text() -> None:
@@ -355,27 +353,24 @@ def test_a_response_without_streaming_is_one_chunk() -> None:
     assert chunk.last and json.loads(chunk.data)["usage"]["completion_tokens"] == sum(chunk.sent)
 
 
-def test_a_draining_replica_accepts_no_requests() -> None:
+@in_loop
+async def test_a_draining_replica_accepts_no_requests() -> None:
     body = b'{"model": "m", "seed": 5, "prompt": "abc", "max_tokens": 8, "stream": true}'
     request = read_body(CompletionRequest, body)
     made = BareReplica(server())
-
-    async def work() -> None:
-        assert (await made.usage()).running == 1, "whoever had it loaded is about to use it"
-        stream = made.stream(request, CONTEXT)
-        await anext(stream)
-        assert (await made.usage()).running == 1 and not await made.leave(unless_used=True)
-        assert await made.leave(unless_used=False)
-        assert [one async for one in stream], "what is under way is answered"
-        assert (await made.usage()).running == 0 and await made.leave(unless_used=True)
-        (refused,) = [one async for one in made.stream(request, CONTEXT)]
-        assert isinstance(refused, Failed) and refused.lost, "another replica is asked, when there is one"
-        await made.stay()
-        begun, *rest = [one async for one in made.stream(request, CONTEXT)]
-        assert isinstance(begun, tuple) and [type(one) for one in begun] == [StreamStart, StreamChunk], "in one message"
-        assert begun[0].followed and rest and all(isinstance(one, StreamChunk) for one in rest)
-
-    asyncio.run(work())
+    assert (await made.usage()).running == 1, "whoever had it loaded is about to use it"
+    stream = made.stream(request, CONTEXT)
+    await anext(stream)
+    assert (await made.usage()).running == 1 and not await made.leave(unless_used=True)
+    assert await made.leave(unless_used=False)
+    assert [one async for one in stream], "what is under way is answered"
+    assert (await made.usage()).running == 0 and await made.leave(unless_used=True)
+    (refused,) = [one async for one in made.stream(request, CONTEXT)]
+    assert isinstance(refused, Failed) and refused.lost, "another replica is asked, when there is one"
+    await made.stay()
+    begun, *rest = [one async for one in made.stream(request, CONTEXT)]
+    assert isinstance(begun, tuple) and [type(one) for one in begun] == [StreamStart, StreamChunk], "in one message"
+    assert begun[0].followed and rest and all(isinstance(one, StreamChunk) for one in rest)
 
 
 def contents(data: bytes) -> dict[object, Any]:

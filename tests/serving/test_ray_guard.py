@@ -18,38 +18,37 @@ from paceline.core.errors import BackendError, RankError, WorkerError
 from paceline.serving import replica as module
 from paceline.serving.ray_guard import Readers, UntilTaken, WatchedActor, pause_s
 from paceline.serving.replica import ModelReplica
+from tests.waiting import in_loop
 
 BODY: Message = {"type": "http.response.body", "body": b"x"}
 GONE: Message = {"type": "http.disconnect"}
 READ: Message = {"type": "http.request", "body": b""}
 
 
-def test_streams_that_end_together_poll_their_reader_once() -> None:
-    async def end() -> None:
-        asked, answer = list[str](), asyncio.Event()
+@in_loop
+async def test_streams_that_end_together_poll_their_reader_once() -> None:
+    asked, answer = list[str](), asyncio.Event()
 
-        class Asking(Readers):
-            async def _ask(self, reader: str) -> bool:
-                asked.append(reader)
-                await answer.wait()
-                return reader != "b"
+    class Asking(Readers):
+        async def _ask(self, reader: str) -> bool:
+            asked.append(reader)
+            await answer.wait()
+            return reader != "b"
 
-        readers = Asking()
-        await readers.taken("")
-        assert not asked, "this process is not asked"
-        first = asyncio.ensure_future(readers.taken("a"))
-        await asyncio.sleep(0.01)
-        later = [asyncio.ensure_future(readers.taken("a")) for _ in range(5)]  # after the question was sent
-        other = asyncio.ensure_future(readers.taken("b"))
-        await asyncio.sleep(0.01)
-        assert asked == ["a", "b"], "one reader that is silent holds up nobody else's streams"
-        assert not any(stream.done() for stream in (first, *later, other)), "not before it answers"
-        answer.set()
-        await asyncio.gather(first, *later, other)
-        assert asked == ["a", "b", "a"], "an answer to an earlier question says nothing of what was sent since"
-        assert list(readers._lines) == ["a"], "who is gone is forgotten"
-
-    asyncio.run(end())
+    readers = Asking()
+    await readers.taken("")
+    assert not asked, "this process is not asked"
+    first = asyncio.ensure_future(readers.taken("a"))
+    await asyncio.sleep(0.01)
+    later = [asyncio.ensure_future(readers.taken("a")) for _ in range(5)]  # after the question was sent
+    other = asyncio.ensure_future(readers.taken("b"))
+    await asyncio.sleep(0.01)
+    assert asked == ["a", "b"], "one reader that is silent holds up nobody else's streams"
+    assert not any(stream.done() for stream in (first, *later, other)), "not before it answers"
+    answer.set()
+    await asyncio.gather(first, *later, other)
+    assert asked == ["a", "b", "a"], "an answer to an earlier question says nothing of what was sent since"
+    assert list(readers._lines) == ["a"], "who is gone is forgotten"
 
 
 def call(messages: list[Message | Exception], *, more: bool = False) -> list[Message | Exception]:

@@ -25,6 +25,7 @@ from paceline.serving.serve_lifecycle import LifecycleActor, ServeLifecycle, Ser
 from paceline.serving.serve_router import ServeRouter
 from tests.decoder.tiny import Workshop
 from tests.serving.test_lifecycle import planned
+from tests.waiting import in_loop
 
 
 def service(home: Path, *models: dict[str, object]) -> Service:
@@ -46,35 +47,29 @@ class Found(ServeLifecycle):
         )
 
 
-def test_requests_of_a_key_are_counted_across_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_loop
+async def test_requests_of_a_key_are_counted_across_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve_lifecycle, "_PERIOD_S", 0.005)
     made = Service("paceline", {}, FaultPolicy())
-
-    async def both() -> None:
-        actor, counts = LifecycleActor(made), [KeyCounts(), KeyCounts()]
-        watching = [asyncio.ensure_future(Found(made, actor, keys).watch()) for keys in counts]
-        with counts[0].one_more("secret"), counts[1].one_more("secret"), counts[1].one_more("other"):
-            while [one.total("secret") for one in counts] != [2, 2] or counts[0].total("other") != 1:
-                await asyncio.sleep(0.005)
-            assert "secret" not in str([one.own() for one in counts])
-        while any(one.total(key) for one in counts for key in ("secret", "other")):
+    actor, counts = LifecycleActor(made), [KeyCounts(), KeyCounts()]
+    watching = [asyncio.ensure_future(Found(made, actor, keys).watch()) for keys in counts]
+    with counts[0].one_more("secret"), counts[1].one_more("secret"), counts[1].one_more("other"):
+        while [one.total("secret") for one in counts] != [2, 2] or counts[0].total("other") != 1:
             await asyncio.sleep(0.005)
-        for one in watching:
-            one.cancel()
+        assert "secret" not in str([one.own() for one in counts])
+    while any(one.total(key) for one in counts for key in ("secret", "other")):
+        await asyncio.sleep(0.005)
+    for one in watching:
+        one.cancel()
 
-    asyncio.run(asyncio.wait_for(both(), 60))
 
-
-def test_requests_of_a_dead_process_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_loop
+async def test_requests_of_a_dead_process_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve_lifecycle, "_SILENT_S", 0.0)
-
-    async def gone() -> None:
-        actor = LifecycleActor(Service("paceline", {}, FaultPolicy()))
-        await actor.count("dead", {"key": 3})
-        await asyncio.sleep(0.01)
-        assert await actor.count("other", {}) == {}
-
-    asyncio.run(gone())
+    actor = LifecycleActor(Service("paceline", {}, FaultPolicy()))
+    await actor.count("dead", {"key": 3})
+    await asyncio.sleep(0.01)
+    assert await actor.count("other", {}) == {}
 
 
 class Decides:
@@ -97,25 +92,22 @@ class Decides:
     load = demand
 
 
-def test_the_last_operator_decision_overrides_the_file(workshop: Workshop) -> None:
+@in_loop
+async def test_the_last_operator_decision_overrides_the_file(workshop: Workshop) -> None:
     made = service(workshop.checkpoint(), {"name": "a", "pinned": True}, {"name": "b", "load": "on_demand"})
-
-    async def ask() -> None:
-        edge = Found(made, None)
-        assert [(one.state, one.pinned, one.awaited) for one in await edge.states()] == [
-            ("loaded", True, True), ("unloaded", False, False),
-        ]  # fmt: skip
-        await edge.demand("a")  # nobody has to decide: it is there soon
-        edge.actor = Decides()
-        assert [one.state for one in await edge.states()] == ["unloaded"]
-        Decides.answers = False
-        assert [one.state for one in await edge.states()] == ["unloaded"], "what was told last"
-        for asked in (edge.demand, edge.load):
-            with pytest.raises(RefusedError, match="a is unloaded") as refused:
-                await asked("a")
-            assert refused.value.headers == {"retry-after": "30"}
-
-    asyncio.run(ask())
+    edge = Found(made, None)
+    assert [(one.state, one.pinned, one.awaited) for one in await edge.states()] == [
+        ("loaded", True, True), ("unloaded", False, False),
+    ]  # fmt: skip
+    await edge.demand("a")  # nobody has to decide: it is there soon
+    edge.actor = Decides()
+    assert [one.state for one in await edge.states()] == ["unloaded"]
+    Decides.answers = False
+    assert [one.state for one in await edge.states()] == ["unloaded"], "what was told last"
+    for asked in (edge.demand, edge.load):
+        with pytest.raises(RefusedError, match="a is unloaded") as refused:
+            await asked("a")
+        assert refused.value.headers == {"retry-after": "30"}
 
 
 class Replicas:

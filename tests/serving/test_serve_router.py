@@ -19,6 +19,7 @@ from paceline.serving.errors import RefusedError
 from paceline.serving.openai.requests import CompletionRequest, TokenizeRequest
 from paceline.serving.router import Failed, Item, ModelCard, RequestContext, StreamChunk, StreamStart
 from paceline.serving.serve_router import ServeRouter
+from tests.waiting import in_loop
 
 Attempt = Callable[[Sequence[int]], list[Item | Exception]]
 TOKENS = [b"a", b"b", b"c", b"d"]
@@ -111,16 +112,13 @@ def test_batched_items_of_a_message_are_separated(monkeypatch: pytest.MonkeyPatc
     assert handle.skips == [(), (2,)]
 
 
-def test_a_disconnect_ends_the_running_call() -> None:
+@in_loop
+async def test_a_disconnect_ends_the_running_call() -> None:
     handle = Handle(answers(4))
-
-    async def leave() -> None:
-        router = ServeRouter({"m": handle})
-        items = router.stream(CompletionRequest(model="m", prompt="x", seed=1), RequestContext.new())
-        assert isinstance(await anext(items), StreamStart) and isinstance(await anext(items), StreamChunk)
-        await items.aclose()  # type: ignore[attr-defined]
-
-    asyncio.run(leave())
+    router = ServeRouter({"m": handle})
+    items = router.stream(CompletionRequest(model="m", prompt="x", seed=1), RequestContext.new())
+    assert isinstance(await anext(items), StreamStart) and isinstance(await anext(items), StreamChunk)
+    await items.aclose()  # type: ignore[attr-defined]
     assert handle.cancelled == 1
 
 
@@ -194,27 +192,23 @@ def test_tokenizer_errors_cross_processes_without_rays_text(monkeypatch: pytest.
     assert caught.value.status == 503 and "10.0.0.7" not in caught.value.message
 
 
-def test_a_model_without_a_responding_replica_is_neither_listed_nor_healthy() -> None:
-    async def look() -> None:
-        router = ServeRouter({"m": Handle()})
-        health = await router.health()
-        assert not await router.models() and not health.ready and health.models == {"m": "loading"}
-
-    asyncio.run(look())
+@in_loop
+async def test_a_model_without_a_responding_replica_is_neither_listed_nor_healthy() -> None:
+    router = ServeRouter({"m": Handle()})
+    health = await router.health()
+    assert not await router.models() and not health.ready and health.models == {"m": "loading"}
 
 
-def test_health_is_current_and_the_model_list_is_cached() -> None:
-    async def look() -> None:
-        handle = Handle()
-        handle.cards = [ModelCard("m", 1, max_model_len=8)]
-        router = ServeRouter({"m": handle})
-        assert (await router.health()).ready and await router.models()
-        handle.cards = []
-        assert await router.models(), "asked a moment ago"
-        assert not (await router.health()).ready
-        assert not await router.models(), "and what was found out meanwhile is known"
-
-    asyncio.run(look())
+@in_loop
+async def test_health_is_current_and_the_model_list_is_cached() -> None:
+    handle = Handle()
+    handle.cards = [ModelCard("m", 1, max_model_len=8)]
+    router = ServeRouter({"m": handle})
+    assert (await router.health()).ready and await router.models()
+    handle.cards = []
+    assert await router.models(), "asked a moment ago"
+    assert not (await router.health()).ready
+    assert not await router.models(), "and what was found out meanwhile is known"
 
 
 def test_concurrent_health_checks_are_merged() -> None:
