@@ -20,7 +20,7 @@ from paceline.draft.model import ModelHead
 from paceline.engine.batch import Slot
 from paceline.outputs import FinishReason
 from tests.checks import faults
-from tests.cli.calling import call
+from tests.cli.calling import call, refused
 from tests.contract.drafters import ROWS, Home
 from tests.decoder.tiny import Workshop
 from tests.fakes import TableDecoder, joint
@@ -175,8 +175,7 @@ def test_verify_command_reports_findings(workshop: Workshop) -> None:
     assert values["reports"][0]["draft"] == str(draft), "it says of which draft"
     assert values["passed"] and [one["batch_size"] for one in values["reports"]] == [1, 2]
     assert {one["status"] for report in values["reports"] for one in report["findings"]} == {"ok"}
-    refused = call("verify", *asked, "--only", "law")
-    assert refused.exit_code == 2 and "--only: expected greedy" in refused.stderr
+    refused("--only: expected greedy", "verify", *asked, "--only", "law")
 
 
 def test_invalid_settings_are_rejected() -> None:

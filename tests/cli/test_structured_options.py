@@ -13,7 +13,8 @@ import pytest
 
 from paceline.text import structured_output
 from paceline.text.tokenizer import load_tokenizer, prompt_ids
-from tests.cli.test_cli import answer, generate
+from tests.cli.calling import refused
+from tests.cli.test_cli import EAGER, answer
 
 SCHEMA = {"enum": ["main", "argv", 7]}
 
@@ -72,5 +73,4 @@ def test_tokens_of_the_prompt_have_log_probabilities_too(home: Path) -> None:
 
 
 def test_an_invalid_regex_is_rejected(ending: Path) -> None:
-    done = generate(ending, "--regex", "(")
-    assert done.exit_code == 2 and "regex" in done.stderr
+    refused("regex", "generate", "--target", ending / "target", "--prompt", "x", *EAGER, "--regex", "(")

@@ -15,6 +15,7 @@ from paceline.core.errors import PlanError
 from paceline.placement import INSTANCES, DraftTimeouts, FaultPolicy, plan, read_fault_policy, read_models
 from paceline.placement.planning import instances, planner
 from paceline.placement.planning.instances import matching
+from tests.cli.calling import refused
 from tests.placement.wishes import model
 
 CHAT = "{name: chat, config: big, tp_degree: 8, n_positions: 2048, amp: bf16}"
@@ -93,8 +94,7 @@ def test_the_fault_policy_is_read_from_the_file(home: Path) -> None:
     ],
 )  # fmt: skip
 def test_an_invalid_fault_policy_is_rejected_by_name(home: Path, policy: str, says: str) -> None:
-    done = CliRunner().invoke(app, ["plan", str(with_policy(home, policy)), "--instance", "inf2.48xlarge"])
-    assert done.exit_code == 2 and says in " ".join(done.stderr.split()), done.output
+    refused(says, "plan", with_policy(home, policy), "--instance", "inf2.48xlarge")
 
 
 @pytest.mark.parametrize(
@@ -153,8 +153,7 @@ def test_an_impossible_plan_exits_with_status_2(home: Path, entries: list[str], 
 )  # fmt: skip
 def test_a_plan_that_cannot_run_is_rejected_before_anything_starts(home: Path, entry: str, says: str) -> None:
     assert call(home, entry).exit_code == 0
-    done = CliRunner().invoke(app, ["serve", str(home / "models.yaml"), "--instance", "inf2.48xlarge"])
-    assert done.exit_code == 2 and says in " ".join(done.stderr.split()), done.output
+    refused(says, "serve", home / "models.yaml", "--instance", "inf2.48xlarge")
     for backend in ("eager", "neuron"):
         call(home, CHAT.replace("config", "path").replace(": 8,", f": 8, backend: {backend},"))
         planner.check(plan(read_models(home / "models.yaml"), INSTANCES["inf2.48xlarge"]))
