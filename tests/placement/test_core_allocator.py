@@ -7,22 +7,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 
-ray = pytest.importorskip("ray")
-
-from benchmarks.scale import Cluster, run  # noqa: E402
-from paceline.core.errors import PlanError, WorkerError  # noqa: E402
-from paceline.placement import INSTANCES  # noqa: E402
-from paceline.placement.cluster import core_allocator  # noqa: E402
-from paceline.placement.cluster.core_allocator import (  # noqa: E402
-    CoreAllocator,
-    CoreRequest,
-    call_allocator,
-    end_unused,
-    give_back,
-)
-from paceline.placement.planning.core_range import CoreRange  # noqa: E402
-from tests.simulation import check_nothing_left  # noqa: E402
+from benchmarks.scale import Cluster, run
+from paceline.core.errors import PlanError, WorkerError
+from paceline.placement import INSTANCES
+from paceline.placement.cluster import core_allocator
+from paceline.placement.cluster.core_allocator import CoreAllocator, CoreRequest, call_allocator, end_unused, give_back
+from paceline.placement.planning.core_range import CoreRange
+from tests.simulation import check_nothing_left
 
 LARGE, SMALL = INSTANCES["inf2.48xlarge"], INSTANCES["inf2.xlarge"]
 WHOLE = CoreRange(0, 23)

@@ -8,8 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("ray")
-
 from paceline.core.errors import ChannelError, ConfigurationError, WorkerError
 from paceline.placement import INSTANCES, FaultPolicy, plan
 from paceline.placement.cluster import replica_group

@@ -6,9 +6,6 @@ import asyncio
 from typing import Any
 
 import pytest
-
-pytest.importorskip("fastapi")
-
 from starlette.requests import Request
 
 from paceline.serving.api import EventStream, answer

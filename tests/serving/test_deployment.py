@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("ray")
-
 from paceline.core.errors import CheckpointError, PromptError, QueueFullError, TargetLostError
 from paceline.engine.request import SamplingParams
 from paceline.outputs import RequestOutput

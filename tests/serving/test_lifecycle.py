@@ -16,9 +16,6 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
-
-pytest.importorskip("ray")
-
 from typer.testing import CliRunner
 
 from paceline.cli.main import app as command_line

@@ -9,9 +9,6 @@ from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 
 import pytest
-
-pytest.importorskip("ray")
-
 from starlette.types import Message, Receive, Scope, Send
 
 from paceline.core.errors import BackendError, RankError, WorkerError

@@ -9,9 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("ray")
-
 from ray.exceptions import GetTimeoutError, RayTaskError
 
 from paceline.core.errors import WorkerError

@@ -7,9 +7,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import pytest
-
-pytest.importorskip("ray")
-
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 

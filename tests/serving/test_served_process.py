@@ -19,8 +19,6 @@ import openai
 import pytest
 import yaml
 
-pytest.importorskip("ray")
-
 from benchmarks.service_processes import descendants
 from tests.decoder.tiny import save_pair
 from tests.serving.served import said, with_tokenizer
