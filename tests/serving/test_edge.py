@@ -111,6 +111,8 @@ def test_tool_calls_are_parsed(client: openai.OpenAI, served: tuple[openai.OpenA
     assert (second.function.name, json.loads(second.function.arguments)) == ("add", {"a": 1})
     assert first.id != second.id
     assert ask(client, "tool").choices[0].message.content == SAYS["tool"]  # nobody asked for tools
+    (broken,) = ask(client, "broken", tools=TOOLS).choices  # an invalid call stays text
+    assert (broken.message.content, broken.message.tool_calls, broken.finish_reason) == (SAYS["broken"], None, "stop")
     back = [{"role": "user", "content": "?"}, choice.message.model_dump(exclude_none=True)]
     back.append({"role": "tool", "tool_call_id": first.id, "content": "plain"})
     answer = client.chat.completions.create(model="m", messages=back, tools=TOOLS)
@@ -122,26 +124,19 @@ def test_tool_calls_are_parsed(client: openai.OpenAI, served: tuple[openai.OpenA
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("said", ["tool", "called"])
 def test_a_response_of_one_tool_call_ends_with_it(
-    client: openai.OpenAI,
-    served: tuple[openai.OpenAI, ScriptedEngine],
-    said: str,
-    stream: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    served: tuple[openai.OpenAI, ScriptedEngine], said: str, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens that the model would write after it are neither waited for nor counted, and its slots are free."""
-    engine, asked = served[1], {"tools": TOOLS, "parallel_tool_calls": False, "n": 2, "stream": stream}
+    (client, engine), asked = served, {"tools": TOOLS, "parallel_tool_calls": False, "n": 2, "stream": stream}
     monkeypatch.setattr(engine, "in_turn", True)
     before = len(engine.ended)
-    if stream:
-        chunks = list(ask(client, said, **asked, stream_options={"include_usage": True}))
-        usage, reasons = chunks[-1].usage, [choice.finish_reason for chunk in chunks for choice in chunk.choices]
-        assert [reason for reason in reasons if reason] == ["tool_calls"] * 2
-    else:
-        answer = ask(client, said, **asked)
-        usage = answer.usage
-        assert [choice.finish_reason for choice in answer.choices] == ["tool_calls"] * 2
+    options = {"stream_options": {"include_usage": True}} if stream else {}
+    found = ask(client, said, **asked, **options)
+    parts = list(found) if stream else [found]
+    reasons = [choice.finish_reason for part in parts for choice in part.choices if choice.finish_reason]
+    assert reasons == ["tool_calls"] * 2
     first = SAYS[said].index("</tool_call>") + len("</tool_call>")
-    assert usage.completion_tokens == 2 * len(engine.tokenizer.encode(SAYS[said][:first]))
+    assert parts[-1].usage.completion_tokens == 2 * len(engine.tokenizer.encode(SAYS[said][:first]))
     ticket = engine.calls[-1].ticket
     assert (ticket, 0) in engine.left  # while the other choice was written
     # Its generator is closed after the last byte of the answer.
@@ -169,11 +164,6 @@ def test_tool_calls_are_streamed_incrementally(client: openai.OpenAI) -> None:
     assert [piece.function.name for piece in pieces if piece.function.name] == ["weather", "add"]
     assert len([piece for piece in pieces if piece.index == 0]) > 5
     assert texts(chunks) == "Let me see. " and chunks[-1].choices[0].finish_reason == "tool_calls"
-
-
-def test_an_invalid_tool_call_stays_text(client: openai.OpenAI) -> None:
-    (choice,) = ask(client, "broken", tools=TOOLS).choices
-    assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (SAYS["broken"], None, "stop")
 
 
 def test_markers_that_are_special_tokens_are_found() -> None:

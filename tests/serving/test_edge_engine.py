@@ -93,21 +93,17 @@ def test_a_request_names_a_drafter_of_the_choice() -> None:
 
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_the_text_is_the_same_in_every_mode(client: openai.OpenAI, temperature: float) -> None:
-    modes = ({}, {"enabled": False}, {"k": 0}, {"k": 1}, {"k": 2})
-    found = [
-        complete(client, temperature=temperature, extra_body={"speculative": mode, "ignore_eos": True})
-        for mode in modes
-    ]
+    asked = [{"speculative": one, "ignore_eos": True} for one in ({}, {"enabled": False}, {"k": 0}, {"k": 1}, {"k": 2})]
+    found = [complete(client, temperature=temperature, extra_body=one) for one in asked]
     assert len({one.choices[0].text for one in found}) == 1 and found[0].usage.completion_tokens == 60
     drafted = [((one.model_extra.get("metrics") or {}).get("speculative_decoding") or {}) for one in found]
     assert [max(one.get("per_step_drafted", [0])) for one in drafted] == [3, 0, 0, 1, 2]
     params = {"max_new_tokens": 60, "seed": 5, "do_sample": temperature > 0, "temperature": 1.0, "ignore_eos": True}
-    made = generator()
-    offline: Any = made.sample([TOKENIZER.encode("abc")], return_dict=True, **params)
+    offline: Any = generator().sample([TOKENIZER.encode("abc")], return_dict=True, **params)
     assert found[0].choices[0].text == TOKENIZER.decode(offline.sequences[0, 3:], skip_special_tokens=True)
-    assert drafted[0]["num_draft_tokens"] == offline.statistics.num_draft_tokens > 0
-    assert drafted[0]["num_accepted_draft_tokens"] == offline.statistics.num_accepted_tokens > 0
-    assert drafted[0]["num_spec_steps"] == offline.statistics.num_drafts
+    own, names = offline.statistics, ("num_draft_tokens", "num_accepted_draft_tokens", "num_spec_steps")
+    assert [drafted[0][name] for name in names] == [own.num_draft_tokens, own.num_accepted_tokens, own.num_drafts]
+    assert own.num_accepted_tokens > 0
 
 
 def test_n_samples_of_one_seed_differ(client: openai.OpenAI) -> None:
@@ -166,12 +162,8 @@ def test_request_fields_reach_the_engine(client: openai.OpenAI, fields: dict[str
 
 def test_every_name_of_the_length_limit_is_accepted(client: openai.OpenAI) -> None:
     chat: Any = {"model": "m", "messages": [{"role": "user", "content": "a"}], "extra_body": {"ignore_eos": True}}
-    for fields, count in (
-        ({"max_tokens": 7}, 7),
-        ({"max_completion_tokens": 5}, 5),
-        ({"max_completion_tokens": 5, "max_tokens": 9}, 5),
-    ):
-        assert client.chat.completions.create(**chat, **fields).usage.completion_tokens == count
+    for fields in ({"max_tokens": 5}, {"max_completion_tokens": 5}, {"max_completion_tokens": 5, "max_tokens": 9}):
+        assert client.chat.completions.create(**chat, **fields).usage.completion_tokens == 5
     least = complete(client, extra_body={"min_tokens": 50}, logit_bias={"0": 100}, max_tokens=60)
     assert least.usage.completion_tokens in (50, 51), "its end is as likely as can be, and may not come earlier"
 
@@ -405,12 +397,7 @@ def _law(ids: list[int]) -> list[float]:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     "prompt",
-    [
-        "fox",
-        ["the quick fox", "q", "abc" * 40],
-        TOKENIZER.encode("fox"),
-        [TOKENIZER.encode(one) for one in ("ab", "q")],
-    ],
+    ["fox", ["the quick fox", "q", "abc" * 40], TOKENIZER.encode("fox"), list(map(TOKENIZER.encode, ("ab", "q")))],
     ids=["text", "texts", "ids", "lists of ids"],
 )
 def test_an_echoed_prompt_has_a_log_probability_for_each_token(
@@ -452,17 +439,12 @@ IDS = random.Random(0).choices(range(3, 60), k=3 * CHUNK)
 
 def test_usage_reports_cached_tokens_and_responses_stay_the_same(workshop: Workshop) -> None:
     answers: dict[bool, list[Any]] = {}
+    prompts = (IDS, 1), ([*IDS[:40], 5], 2), (IDS, 1)
     for caching in (False, True):
         target = fresh(workshop.checkpoint(), backend="eager", batch_size=2)
-        generator = SpeculativeGenerator("ngram", target, k=2, prefix_caching=caching)
-        engine = SharedEngine(generator)
+        engine = SharedEngine(SpeculativeGenerator("ngram", target, k=2, prefix_caching=caching))
         with client_of(application(engine)) as client:
-            answers[caching] = [
-                client.completions.create(
-                    model="m", prompt=prompt, max_tokens=9, temperature=1, seed=3, n=n, extra_body={"ignore_eos": True}
-                )
-                for prompt, n in ((IDS, 1), ([*IDS[:40], 5], 2), (IDS, 1))
-            ]
+            answers[caching] = [complete(client, prompt=ids, max_tokens=9, temperature=1, n=n) for ids, n in prompts]
     texts = {key: [[one.text for one in answer.choices] for answer in found] for key, found in answers.items()}
     assert texts[True] == texts[False]
     assert [answer.usage.prompt_tokens_details for answer in answers[False]] == [None] * 3

@@ -159,9 +159,8 @@ def home(workshop: Workshop) -> Path:
 def test_a_first_request_loads_a_model_and_evicts_others(home: Path) -> None:
     with service(home, {"name": "a"}, {"name": "b"}, {"name": "c", "load": "on_demand"}) as served:
         assert served.states() == {"a": "loaded", "b": "loaded", "c": "unloaded"}
-        assert served.client.get("/health/ready").json() == {
-            "ready": True, "models": {"a": "ready", "b": "ready", "c": "unloaded"},
-        }  # fmt: skip
+        ready = {"ready": True, "models": {"a": "ready", "b": "ready", "c": "unloaded"}}
+        assert served.client.get("/health/ready").json() == ready
         served.ask("a")
         answer = served.ask("c")
         assert (answer.status_code, answer.json()["choices"][0]["text"]) == (200, "I am c")
@@ -193,9 +192,8 @@ def test_pinned_and_busy_models_stay_and_requests_get_retry_after(home: Path, mo
         assert (refused.status_code, refused.json()["error"]["code"]) == (409, "model_pinned")
         served.say("pin", "b", pinned=False)
         served.loader.engines["b"].pause_s = 0.2
-        with served.client.stream(
-            "POST", "/v1/completions", json={"model": "b", "prompt": "x", "stream": True}
-        ) as busy:
+        asked = {"model": "b", "prompt": "x", "stream": True}
+        with served.client.stream("POST", "/v1/completions", json=asked) as busy:
             parts = busy.iter_bytes()
             next(parts)
             assert served.ask("c").status_code == 503, "b serves somebody"
@@ -218,8 +216,7 @@ def test_an_operators_unload_persists(home: Path) -> None:
         answer = served.ask("a")
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "30")
         assert "an operator has to load it" in answer.json()["error"]["message"]
-        tokens = served.client.post("/tokenize", json={"model": "a", "prompt": "x"})
-        assert tokens.status_code == 503
+        assert served.client.post("/tokenize", json={"model": "a", "prompt": "x"}).status_code == 503
         assert served.client.get("/health/ready").json()["ready"], "it is as it should be"
         assert served.say("load", "a").json()["state"] == "loaded" and served.ask("a").status_code == 200
         assert served.say("load", "nobody").status_code == 404

@@ -93,9 +93,8 @@ class Decides:
 async def test_the_last_operator_decision_overrides_the_file(workshop: Workshop) -> None:
     made = service(workshop.checkpoint(), {"name": "a", "pinned": True}, {"name": "b", "load": "on_demand"})
     edge = Found(made, None)
-    assert [(one.state, one.pinned, one.awaited) for one in await edge.states()] == [
-        ("loaded", True, True), ("unloaded", False, False),
-    ]  # fmt: skip
+    states = [(one.state, one.pinned, one.awaited) for one in await edge.states()]
+    assert states == [("loaded", True, True), ("unloaded", False, False)]
     await edge.demand("a")  # nobody has to decide: it is there soon
     edge.actor = Decides()
     assert [one.state for one in await edge.states()] == ["unloaded"]
