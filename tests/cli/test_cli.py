@@ -166,6 +166,8 @@ def test_json_lines_prompts_are_read_as_written(tmp_path: Path) -> None:
     texts = ["a\u2028b\u0085c", "d\n e", "na\u00efve"]
     file.write_text("\n".join(json.dumps({"prompt": text}, ensure_ascii=False) for text in texts) + "\n\n", "utf-8")
     assert read_prompts(file) == texts
+    file.write_bytes(b"\xef\xbb\xbf" + b'{"prompt": "a"}\r\n')
+    assert read_prompts(file) == ["a"]
 
 
 @pytest.mark.parametrize("line", ['{"prompt": null}', '{"prompt": 5}', '{"prompt": ["a"]}', '["prompt"]', "{", "{}"])
@@ -206,11 +208,6 @@ def test_bench_compares_drafters(home: Path, tmp_path: Path) -> None:
 )
 def test_invalid_benches_fail(home: Path, tmp_path: Path, lines: str, options: list[object], message: str) -> None:
     refused(message, *bench(home, tmp_path / "prompts.jsonl", lines, *options))
-
-
-def test_a_utf_8_byte_order_mark_is_not_part_of_a_prompt(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"\xef\xbb\xbf" + b'{"prompt": "a"}\r\n')
-    assert read_prompts(tmp_path / "file") == ["a"]
 
 
 def test_drafted_text_looks_different_on_a_terminal(home: Path) -> None:

@@ -113,14 +113,10 @@ def test_a_check_that_raises_fails_and_the_others_still_run(monkeypatch: pytest.
     assert checks[0].seen == "RuntimeError: the device is on fire"
 
 
-def test_an_unknown_backend_is_rejected_before_anything_runs() -> None:
+def test_an_unknown_backend_is_rejected_before_anything_runs_and_a_missing_one_fails_with_a_remedy() -> None:
+    missing = CliRunner().invoke(app, ["selftest", "--backend", "neuron"])
+    assert missing.exit_code != 0 and "set up the Neuron SDK" in missing.output
     done = CliRunner().invoke(app, ["selftest", "--backend", "cuda"])
     assert done.exit_code == 2 and not done.stdout
     known = "eager, native, xla, neuron, neuron-native"
     assert done.stderr == f"error: backend: expected one of {known}, got 'cuda'; use one of them\n"
-
-
-def test_a_missing_backend_fails_with_a_remedy() -> None:
-    done = CliRunner().invoke(app, ["selftest", "--backend", "neuron"])
-    assert done.exit_code != 0
-    assert "set up the Neuron SDK" in done.output

@@ -106,6 +106,13 @@ def test_sampling_and_model_options_show_their_defaults() -> None:
     assert len(shown) > 10 and [name for name, one in shown.items() if "Default: " not in one.help] == []
 
 
+def test_commands_are_in_panels_and_those_of_one_request_hide_the_batch_size() -> None:
+    assert main.PANELS.keys() == {*main.COMMANDS, *main.GROUPS}
+    hidden = {command for command, option in OPTIONS["--batch-size"].items() if option.hidden}
+    assert hidden == {"generate", "chat", "medusa-tree"}
+    assert "cpu" in INSTANCES and OPTIONS["--instance"].keys() == {"plan", "serve", *CONFIGS}
+
+
 def test_number_lists_share_one_syntax() -> None:
     assert numbers("1:4", "--k") == (1, 2, 3, 4) and numbers("2,8", "--k") == (2, 8) == numbers("2,8", "--k", least=2)
     for text in ("1,2", "x", "", "4:2"):
@@ -117,13 +124,3 @@ def test_adaptive_k_is_written_auto() -> None:
     assert SpeculativeConfig(k="auto:0,2,4").k == SpeculativeConfig(k="0,2,4").k == (0, 2, 4)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="such as auto:0,2,4"):
         SpeculativeConfig(k="auto:4,2")  # type: ignore[arg-type]
-
-
-def test_every_command_is_in_a_panel() -> None:
-    assert main.PANELS.keys() == {*main.COMMANDS, *main.GROUPS}
-
-
-def test_single_request_commands_hide_the_batch_size() -> None:
-    hidden = {command for command, option in OPTIONS["--batch-size"].items() if option.hidden}
-    assert hidden == {"generate", "chat", "medusa-tree"}
-    assert "cpu" in INSTANCES and OPTIONS["--instance"].keys() == {"plan", "serve", *CONFIGS}

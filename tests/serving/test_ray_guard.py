@@ -157,15 +157,11 @@ def test_an_actor_is_killed_after_three_misses(answers: str, processes: list[int
     assert killed_after(answers, processes) == killed
 
 
-def test_the_number_of_checks_does_not_grow_with_the_nodes() -> None:
+def test_the_number_of_checks_does_not_grow_with_the_nodes_and_a_missed_one_is_repeated_soon() -> None:
     assert pause_s(1) == pause_s(4) == 2
     small, large = (4 * count / pause_s(count) for count in (4, 100))  # of four replicas on each node
     assert small == large
-
-
-def test_a_missed_check_is_repeated_without_the_large_cluster_delay() -> None:
-    watch = Actor("ny", [1])
-    pauses = []
+    watch, pauses = Actor("ny", [1]), list[float]()
     for _ in range(2):
         watch.look()
         pauses.append(pause_s(100, suspects=watch.suspects))
