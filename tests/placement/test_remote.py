@@ -26,7 +26,7 @@ from paceline.placement.remote.messages import Handshake
 from paceline.placement.remote.reconnect import DrafterEndpoint
 from paceline.placement.remote.server import UnpooledDrafters
 from tests.fakes import Checked, TableDecoder
-from tests.placement.faulty import DRAFT, FAULTS, SECRET, TARGET, Faulty, Forked, V, serving, working_ahead
+from tests.placement.faulty import DRAFT, FAULTS, SECRET, TARGET, Faulty, Forked, V, drafter, serving, working_ahead
 from tests.sampled import run, texts
 from tests.waiting import until
 
@@ -93,6 +93,13 @@ def test_proposals_of_any_length_are_sent_at_the_agreed_length(tmp_path: Path, s
     health = done.statistics.drafter_health
     assert health is not None and health.faults == 0 and health.answered == health.asked > 0
     assert done.statistics.num_draft_tokens > 0
+
+
+def test_a_remote_self_draft_is_always_accepted(tmp_path: Path, stack: ExitStack) -> None:
+    draft = served(tmp_path, stack, lambda hello: drafter(hello.slots, 4, TARGET), timeouts=PATIENT)
+    done = run(SpeculativeGenerator(draft, target()), [PROMPTS[3]], max_new_tokens=21)
+    assert texts(done) == wanted([PROMPTS[3]], max_new_tokens=21)
+    assert done.statistics.num_accepted_tokens == done.statistics.num_draft_tokens > 0
 
 
 def revived(draft: RemoteDrafter) -> None:
