@@ -12,7 +12,6 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from paceline.checks import doctor, selftest
-from paceline.checks.findings import Finding
 from paceline.cli.main import app
 from paceline.core.types import SamplingTensors
 from paceline.decoder.backends import eager, registry
@@ -22,10 +21,6 @@ from paceline.neuron import machine
 LS = """#!/bin/sh
 echo '[{"neuron_device": 0, "nc_count": 2, "neuron_processes": [{"pid": 77}]}, {"neuron_device": 1, "nc_count": 2}]'
 """
-
-
-def subjects(findings: list[Finding]) -> dict[str, Finding]:
-    return {finding.name: finding for finding in findings}
 
 
 def test_a_machine_without_neuron_is_reported_healthy() -> None:
@@ -44,7 +39,7 @@ def test_an_unusable_cache_is_bad(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     if not writable:
         monkeypatch.setattr(doctor.os, "access", lambda *_args: False)
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / ("file" if writable else "cache")))
-    finding = subjects(doctor.examine())["cache"]
+    (finding,) = (one for one in doctor.examine() if one.name == "cache")
     assert not finding.passed and "PACELINE_CACHE" in finding.seen
     assert CliRunner().invoke(app, ["doctor"]).exit_code == 1
 

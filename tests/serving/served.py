@@ -53,11 +53,6 @@ def process(name: str) -> int:
     return until(lambda: running().get(name, 0), 90, what=f"{name} is not back", pause_s=0.05)
 
 
-def lines_of(folder: Path, names: str) -> list[str]:
-    """Contents of the files with such names."""
-    return [line for file in folder.glob(names) for line in file.read_text().splitlines()]
-
-
 def replica(model: str) -> Any:
     """The handle of a model's deployment."""
     return serve.get_deployment_handle(f"model-{model}", "paceline")

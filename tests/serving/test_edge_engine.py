@@ -22,7 +22,6 @@ from paceline.serving.model_server import (
     ChatFormat,
     LocalRouter,
     ModelServer,
-    RequestPrompts,
     chat_prompts,
     sampling_params,
 )
@@ -199,12 +198,6 @@ def test_structured_responses_are_valid_and_equal_plain_decoding(client: openai.
 ANSWER = '{"a":"x"}'
 
 
-def chat_of(fields: dict[str, Any]) -> tuple[ChatRequest, RequestPrompts]:
-    body = {"model": "m", "messages": [{"role": "user", "content": "a"}], **fields}
-    request = read_body(ChatRequest, json.dumps(body).encode())
-    return request, chat_prompts(TOKENIZER, request, ChatFormat.of(TOKENIZER))
-
-
 @pytest.mark.parametrize(
     ("kwargs", "said", "possible"),
     [
@@ -220,7 +213,9 @@ def chat_of(fields: dict[str, Any]) -> tuple[ChatRequest, RequestPrompts]:
 def test_reasoning_may_precede_a_structured_response(kwargs: object, said: str, possible: bool) -> None:
     """The template marks the reasoning: the structured part begins after it."""
     form = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}
-    request, prompts = chat_of({"response_format": form, "chat_template_kwargs": kwargs})
+    body = {"model": "m", "messages": [{"role": "user", "content": "a"}], "response_format": form}
+    request = read_body(ChatRequest, json.dumps({**body, "chat_template_kwargs": kwargs}).encode())
+    prompts = chat_prompts(TOKENIZER, request, ChatFormat.of(TOKENIZER))
     params = sampling_params(request, TOKENIZER, prompts.reasoning)
     (asked,) = Request.batch(prompts.ids, params, generator().limits)
     assert asked.rules is not None and asked.rules.grammar is not None

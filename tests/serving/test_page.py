@@ -15,7 +15,6 @@ import pytest
 from paceline.serving.page import PATHS
 from tests.serving.edge import running, scripted
 
-REPOSITORY = Path(__file__).parents[2]
 SOURCES = {one.name: one for one in files("paceline.serving.page").iterdir() if Path(one.name).suffix in
            {".html", ".css", ".js", ".svg"}}  # fmt: skip
 

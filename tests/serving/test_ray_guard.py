@@ -135,13 +135,6 @@ class Actor(WatchedActor):
         self.killed.append(self._processes[0])
 
 
-def killed_after(answers: str, processes: list[int | None]) -> list[int | None]:
-    actor = Actor(answers, processes)
-    for _ in range(len(answers)):
-        actor.look()
-    return actor.killed
-
-
 @pytest.mark.parametrize(
     ("answers", "processes", "killed"),
     [
@@ -154,7 +147,10 @@ def killed_after(answers: str, processes: list[int | None]) -> list[int | None]:
     ],
 )
 def test_an_actor_is_killed_after_three_misses(answers: str, processes: list[int | None], killed: list[int]) -> None:
-    assert killed_after(answers, processes) == killed
+    actor = Actor(answers, processes)
+    for _ in answers:
+        actor.look()
+    assert actor.killed == killed
 
 
 def test_the_number_of_checks_does_not_grow_with_the_nodes_and_a_missed_one_is_repeated_soon() -> None:

@@ -31,7 +31,6 @@ from tests.serving.served import (
     admin,
     answer_of,
     check_it_answers_when_idle,
-    lines_of,
     process,
     replica,
     said,
@@ -121,8 +120,12 @@ def test_a_model_is_one_process_whose_counts_and_logs_are_found(client: openai.O
     client.completions.create(**asked)  # type: ignore[call-overload]
     assert tokens() == before + 7
     folder = Path(cluster.head_node.get_session_dir_path()) / "logs" / "serve"
-    found = until(lambda: [line for line in lines_of(folder, "*openai*") if "find-me-7" in line], 20)
-    (line,) = map(json.loads, found)
+
+    def logged() -> list[str]:
+        lines = (line for file in folder.glob("*openai*") for line in file.read_text().splitlines())
+        return [line for line in lines if "find-me-7" in line]
+
+    (line,) = map(json.loads, until(logged, 20))
     assert (line["request_id"], line["access"]["request_id"]) == ("find-me-7", "find-me-7")
     assert (line["access"]["status"], line["access"]["completion_tokens"]) == (200, 7)
 

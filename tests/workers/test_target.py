@@ -34,8 +34,6 @@ from tests.draft.tokenizers_of_two import bytes_merged, every_byte
 from tests.experiments.grids import save_tokenizer
 from tests.workers.folders import KINDS, drafts, save_heads
 
-PROMPTS = ((3, 1, 4, 1, 5, 1, 4), (9, 2))
-SAMPLED = {"max_new_tokens": 40, "do_sample": True, "temperature": 1.2, "seed": 7}
 ROWS = [
     "none", "ngram", "suffix", "model", "list", "choice", "medusa", "eagle", "pard", "dflash", "mtp", "mlp_speculator",
     "layerskip", "gemma4_assistant",
