@@ -152,20 +152,19 @@ def foreign(kind: str, folder: Path, frozen: FrozenTarget) -> list[Tensor]:
     mask = torch.arange(20) >= 6
     for index, tokens in enumerate(rows):
         each = [one[index] for one in streams]
+        every = torch.stack([*each, caught[0][index]], 1).contiguous()
+        files = {"token_ids": tokens, "hidden_states": every}
         if kind == "specforge":
             states = {"aux_hidden_state": torch.cat(each, -1)[None], "hidden_state": last[index][None]}
             torch.save({"input_ids": tokens, "loss_mask": mask.long(), **states}, folder / f"data_{index}.ckpt")
-        elif kind == "speculators":
-            every = torch.stack([*each, caught[0][index]], 1).contiguous()
-            save_file({"token_ids": tokens, "hidden_states": every}, folder / f"hs_{index}.safetensors")
-        elif kind == "speculators, 8 bits":
-            every = torch.stack([*each, caught[0][index]], 1)
-            scales = every.abs().amax((1, 2), keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
-            files = {"token_ids": tokens, "hidden_states": (every / scales).to(torch.float8_e4m3fn)}
-            save_file({**files, "hidden_states_scales": scales}, folder / f"hs_{index}.safetensors")
-        else:
+        elif kind == "speculators, older":
             rest = {"input_ids": tokens, "loss_mask": mask, "hidden_states": [*each, caught[0][index]]}
             torch.save(rest, folder / f"data_{index}.pt")
+        else:
+            if kind == "speculators, 8 bits":
+                scales = every.abs().amax((1, 2), keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
+                files |= {"hidden_states": (every / scales).to(torch.float8_e4m3fn), "hidden_states_scales": scales}
+            save_file(files, folder / f"hs_{index}.safetensors")
     return list(rows)
 
 

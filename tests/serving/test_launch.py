@@ -58,6 +58,9 @@ class Played:
     def delete(self, name: str) -> None:
         self.calls.append(f"delete {name}")
 
+    def shutdown(self) -> None:
+        self.calls.append("serve.shutdown")
+
     def address(self) -> tuple[str, int] | None:
         return None if self.listens is None else ("127.0.0.1", self.listens)
 
@@ -70,15 +73,9 @@ def serve(
     port: int = 8000,
     address: str | None = "joined",
 ) -> list[str]:
-    def end(what: str) -> Callable[[], None]:
-        return lambda: played.calls.append(what)
-
-    monkeypatch.setattr(module, "ray", SimpleNamespace(shutdown=end("ray.shutdown")))
+    monkeypatch.setattr(module, "ray", SimpleNamespace(shutdown=lambda: played.calls.append("ray.shutdown")))
     monkeypatch.setattr("paceline.placement.cluster.nodes.ray.init", played.init)
-    serving = SimpleNamespace(
-        start=played.start, run=played.run, status=played.status, delete=played.delete, shutdown=end("serve.shutdown")
-    )
-    monkeypatch.setattr(module, "serve", serving)
+    monkeypatch.setattr(module, "serve", played)
     monkeypatch.setattr(module, "running_address", played.address)
     monkeypatch.setattr(module, "application", lambda *_, **__: None)
     monkeypatch.setattr(module, "forget_decisions", played.forgotten.append)
