@@ -18,13 +18,7 @@ from paceline.draft_spec import DraftSpec, parse_draft
 from paceline.engine.request import Request
 from paceline.serving.api import create_app
 from paceline.serving.metrics import MetricSet
-from paceline.serving.model_server import (
-    ChatFormat,
-    LocalRouter,
-    ModelServer,
-    chat_prompts,
-    sampling_params,
-)
+from paceline.serving.model_server import ChatFormat, LocalRouter, ModelServer, chat_prompts, sampling_params
 from paceline.serving.openai.fields import read_body
 from paceline.serving.openai.requests import ChatRequest, CompletionRequest, ResponsesRequest
 from paceline.serving.router import Failed, GenerationRequest, RequestContext, StreamChunk, StreamStart

@@ -22,14 +22,10 @@ from paceline.serving.openai.requests import ChatRequest
 from paceline.serving.parsers import (
     REASONING,
     Delta,
-    HermesParser,
     JsonListParser,
     ListOrTextParser,
-    LlamaJsonParser,
-    MistralParser,
     NamedCallParser,
     Parser,
-    PythonicParser,
     ReasoningParser,
     ReasoningRow,
 )
@@ -49,9 +45,16 @@ SCHEMAS = {
 }  # fmt: skip
 
 
-def of(name: str) -> Callable[[], Parser]:
-    """Make the parser of a format."""
-    return lambda: next(row for row in TOOL_FORMATS if row.name == name).make(SCHEMAS)
+FORMS_OF_GRAMMARS: dict[str, Callable[[], Parser]] = {
+    "list": JsonListParser, "generic": ListOrTextParser, "named": lambda: NamedCallParser("f"),
+}  # fmt: skip
+
+
+def of(label: str) -> Callable[[], Parser]:
+    """Make the parser of a format, the first word of a label."""
+    name = label.partition(",")[0]
+    own = FORMS_OF_GRAMMARS.get(name)
+    return own or (lambda: next(row for row in TOOL_FORMATS if row.name == name).make(SCHEMAS))
 
 
 def tagged(name: str, **values: str) -> str:
@@ -60,47 +63,42 @@ def tagged(name: str, **values: str) -> str:
     return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
 
 
-CASES: list[tuple[str, Callable[[], Parser], str, str, Calls]] = [
-    ("hermes", HermesParser, 'a <tool_call>{"name": "f", "arguments": {"x": "}<"}}</tool_call>', "a ",
-     [("f", {"x": "}<"})]),
-    ("hermes, none", HermesParser, "a < b <tool_ca", "a < b <tool_ca", []),
-    ("hermes, cut", HermesParser, '<tool_call>{"name": "f", "arguments": {"x": 1}}', "", [("f", {"x": 1})]),
-    ("llama", LlamaJsonParser, '{"name": "f", "parameters": {"x": [1, {}]}}', "", [("f", {"x": [1, {}]})]),
-    ("llama, two", LlamaJsonParser, '{"name": "f", "parameters": {}}; {"name": "g", "parameters": {"y": "a;b"}}', "",
+CASES: list[tuple[str, str, str, Calls]] = [
+    ("hermes", 'a <tool_call>{"name": "f", "arguments": {"x": "}<"}}</tool_call>', "a ", [("f", {"x": "}<"})]),
+    ("hermes, none", "a < b <tool_ca", "a < b <tool_ca", []),
+    ("hermes, cut", '<tool_call>{"name": "f", "arguments": {"x": 1}}', "", [("f", {"x": 1})]),
+    ("llama3_json", '{"name": "f", "parameters": {"x": [1, {}]}}', "", [("f", {"x": [1, {}]})]),
+    ("llama3_json, two", '{"name": "f", "parameters": {}}; {"name": "g", "parameters": {"y": "a;b"}}', "",
      [("f", {}), ("g", {"y": "a;b"})]),
-    ("llama, tag", LlamaJsonParser, '<|python_tag|>{"name": "f", "parameters": {}}', "", [("f", {})]),
-    ("llama, type", LlamaJsonParser, '{"type": "function", "name": "f", "parameters": {"x": 1}}', "",
-     [("f", {"x": 1})]),
-    ("llama, text", LlamaJsonParser, "No call: {1}", "No call: {1}", []),
-    ("llama, other JSON", LlamaJsonParser, '{"answer": 42}', '{"answer": 42}', []),
-    ("pythonic", PythonicParser, '[f(x=1, y="]"), a.g()]', "", [("f", {"x": 1, "y": "]"}), ("a.g", {})]),
-    ("pythonic, text", PythonicParser, "Well, [f()]", "Well, [f()]", []),
-    ("pythonic, no literal", PythonicParser, '[f(x=open("y"))]', '[f(x=open("y"))]', []),
-    ("list", JsonListParser, '[{"name": "f", "parameters": {"x": 1}}, {"name": "g", "parameters": {}}]', "",
+    ("llama3_json, tag", '<|python_tag|>{"name": "f", "parameters": {}}', "", [("f", {})]),
+    ("llama3_json, type", '{"type": "function", "name": "f", "parameters": {"x": 1}}', "", [("f", {"x": 1})]),
+    ("llama3_json, text", "No call: {1}", "No call: {1}", []),
+    ("llama3_json, other JSON", '{"answer": 42}', '{"answer": 42}', []),
+    ("pythonic", '[f(x=1, y="]"), a.g()]', "", [("f", {"x": 1, "y": "]"}), ("a.g", {})]),
+    ("pythonic, text", "Well, [f()]", "Well, [f()]", []),
+    ("pythonic, no literal", '[f(x=open("y"))]', '[f(x=open("y"))]', []),
+    ("list", '[{"name": "f", "parameters": {"x": 1}}, {"name": "g", "parameters": {}}]', "",
      [("f", {"x": 1}), ("g", {})]),
-    ("mistral", MistralParser,
-     'a [TOOL_CALLS] [{"name": "f", "arguments": {"x": "]"}}, {"name": "g", "arguments": {}}]', "a ",
+    ("mistral", 'a [TOOL_CALLS] [{"name": "f", "arguments": {"x": "]"}}, {"name": "g", "arguments": {}}]', "a ",
      [("f", {"x": "]"}), ("g", {})]),
-    ("mistral, other order", MistralParser, '[TOOL_CALLS][{"arguments": {"x": 1}, "name": "f", "id": "a"}]', "",
-     [("f", {"x": 1})]),
-    ("mistral, by name", MistralParser, 'a[TOOL_CALLS]f[ARGS]{"x": "}["}[TOOL_CALLS]a.g[CALL_ID]9[ARGS]{}', "a",
+    ("mistral, other order", '[TOOL_CALLS][{"arguments": {"x": 1}, "name": "f", "id": "a"}]', "", [("f", {"x": 1})]),
+    ("mistral, by name", 'a[TOOL_CALLS]f[ARGS]{"x": "}["}[TOOL_CALLS]a.g[CALL_ID]9[ARGS]{}', "a",
      [("f", {"x": "}["}), ("a.g", {})]),
-    ("mistral, by name alone", MistralParser, '[TOOL_CALLS]f{"x": {}}', "", [("f", {"x": {}})]),
-    ("mistral, text", MistralParser, "a [TOOL] b [TOOL_CALL", "a [TOOL] b [TOOL_CALL", []),
-    ("mistral, no call", MistralParser, "[TOOL_CALLS]no call {x}", "[TOOL_CALLS]no call {x}", []),
-    ("mistral, cut", MistralParser, "[TOOL_CALLS]f[AR", "[TOOL_CALLS]f[AR", []),
-    ("mistral, other JSON", MistralParser, '[TOOL_CALLS][{"x": 1}]', '{"x": 1}', []),
-    ("qwen3_coder", of("qwen3_coder"), "a " + tagged("f", text="1", n="2", on="True", list="[3, {}]", maybe="null"),
-     "a ", [("f", {"text": "1", "n": 2, "on": True, "list": [3, {}], "maybe": None})]),
-    ("qwen3_coder, two", of("qwen3_coder"), tagged("f", text='a "b"\n\n c') + "\n" + tagged("g", x="7"), "",
+    ("mistral, by name alone", '[TOOL_CALLS]f{"x": {}}', "", [("f", {"x": {}})]),
+    ("mistral, text", "a [TOOL] b [TOOL_CALL", "a [TOOL] b [TOOL_CALL", []),
+    ("mistral, no call", "[TOOL_CALLS]no call {x}", "[TOOL_CALLS]no call {x}", []),
+    ("mistral, cut", "[TOOL_CALLS]f[AR", "[TOOL_CALLS]f[AR", []),
+    ("mistral, other JSON", '[TOOL_CALLS][{"x": 1}]', '{"x": 1}', []),
+    ("qwen3_coder", "a " + tagged("f", text="1", n="2", on="True", list="[3, {}]", maybe="null"), "a ",
+     [("f", {"text": "1", "n": 2, "on": True, "list": [3, {}], "maybe": None})]),
+    ("qwen3_coder, two", tagged("f", text='a "b"\n\n c') + "\n" + tagged("g", x="7"), "",
      [("f", {"text": 'a "b"\n\n c'}), ("g", {"x": "7"})]),
-    ("qwen3_coder, no outer tags", of("qwen3_coder"), "<function=f><parameter=n>5</parameter></function> b", " b",
-     [("f", {"n": 5})]),
-    ("qwen3_coder, no number", of("qwen3_coder"), tagged("f", n="NaN", maybe="four"), "",
-     [("f", {"n": "NaN", "maybe": "four"})]),
-    ("qwen3_coder, text", of("qwen3_coder"), "a < b <tool_call> c <fun", "a < b <tool_call> c <fun", []),
-    ("named", lambda: NamedCallParser("f"), '{"x": 1}', "", [("f", {"x": 1})]),
+    ("qwen3_coder, no outer tags", "<function=f><parameter=n>5</parameter></function> b", " b", [("f", {"n": 5})]),
+    ("qwen3_coder, no number", tagged("f", n="NaN", maybe="four"), "", [("f", {"n": "NaN", "maybe": "four"})]),
+    ("qwen3_coder, text", "a < b <tool_call> c <fun", "a < b <tool_call> c <fun", []),
+    ("named", '{"x": 1}', "", [("f", {"x": 1})]),
 ]  # fmt: skip
+"""A format and what is special, a text, what stays of it, and the calls."""
 
 
 def read(parser: Parser, pieces: list[str]) -> ChoiceText:
@@ -241,20 +239,16 @@ WHOLE: list[tuple[str, str, str, str, Calls]] = [
 """Messages of gpt-oss and Functionary 3.2, and the form for templates without tools. An answer that a grammar forces
 names no channel and no recipient.
 """
-ROWS: list[tuple[str, Callable[[], Parser], str, str, str, Calls]] = [
-    *((label, make, text, said, "", calls) for label, make, text, said, calls in CASES),
-    *((name, of(name), f"a {text}", f"a {left}", "", calls) for name, text, left, calls in FORMS),
-    *((row[0], ListOrTextParser if row[0] == "generic" else of(row[0]), *row[1:]) for row in WHOLE),
+ROWS: list[tuple[str, str, str, str, Calls]] = [
+    *((label, text, said, "", calls) for label, text, said, calls in CASES),
+    *((name, f"a {text}", f"a {left}", "", calls) for name, text, left, calls in FORMS),
+    *WHOLE,
 ]
 
 
-@pytest.mark.parametrize(
-    ("make", "text", "said", "thought", "calls"), [row[1:] for row in ROWS], ids=[r[0] for r in ROWS]
-)
-def test_tool_calls_parse_in_any_chunks(
-    make: Callable[[], Parser], text: str, said: str, thought: str, calls: Calls
-) -> None:
-    check(make, text, said, calls, thought)
+@pytest.mark.parametrize(("label", "text", "said", "thought", "calls"), ROWS)
+def test_tool_calls_parse_in_any_chunks(label: str, text: str, said: str, thought: str, calls: Calls) -> None:
+    check(of(label), text, said, calls, thought)
 
 
 ALTERNATING = (
