@@ -38,9 +38,9 @@ def schema(tmp_path: Path) -> Path:
 
 
 def test_answers_match_their_regex_or_schema_with_any_draft(ending: Path, schema: Path) -> None:
-    expression, sampled = r"(ab|cd){2,4}x", ["--json-schema", schema, "--temperature", 1, "--seed", 4]
-    texts = []
-    for options in (["--regex", expression], sampled):
+    expression, texts = r"(ab|cd){2,4}x", list[str]()
+    asked: list[list[object]] = [["--regex", expression], ["--json-schema", schema, "--temperature", 1, "--seed", 4]]
+    for options in asked:
         found = answer(ending, *options)
         assert answer(ending, *options, "--draft", ending / "draft", "--k", 2)["tokens"] == found["tokens"]
         assert found["finish_reason"] == "stop"

@@ -256,8 +256,8 @@ def test_the_command_writes_results_and_keeps_cells_of_another_commit_with_a_war
 ) -> None:
     file, out = tmp_path / "exp.yaml", tmp_path / "out"
     file.write_text(yaml.safe_dump(grid(home, drafters=["none", "suffix"])))
-    dry = last(call("experiment", "run", file, "--dry-run", "--json"))
-    assert len(dry["cells"]) == 2 and not out.exists() and dry["estimated_seconds"] >= 0  # type: ignore[arg-type,operator]
+    dry: dict[str, Any] = last(call("experiment", "run", file, "--dry-run", "--json"))
+    assert len(dry["cells"]) == 2 and not out.exists() and dry["estimated_seconds"] >= 0
     for _ in range(2):
         done = call("experiment", "run", file, "--out", out, "--json")
         assert "another version" not in done.stderr

@@ -167,7 +167,7 @@ def messages_of(app: FastAPI, receive: Callable[[], Awaitable[Any]]) -> list[Any
         sent.append(message)
 
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
-    asyncio.run(app(scope | {"raw_path": b"/v1/completions", "root_path": ""}, receive, send))  # type: ignore[arg-type]
+    asyncio.run(app(scope | {"raw_path": b"/v1/completions", "root_path": ""}, receive, send))
     return sent
 
 
