@@ -121,8 +121,8 @@ def test_another_version_or_kind_is_rejected() -> None:
     other = msgspec.msgpack.encode(["handshake", 0, "a", 1, 96, messages.VERSION + 1])
     for frame, decode, says in (
         (other, messages.decode_request, "same version of paceline"),
-        (messages.encode(REQUESTS[0]), messages.decode_reply, ""),
-        (messages.encode(REPLIES[0]), messages.decode_request, ""),
+        (messages.encode(REQUESTS[0]), messages.decode_reply, "could not be decoded"),
+        (messages.encode(REPLIES[0]), messages.decode_request, "could not be decoded"),
     ):
         with pytest.raises(ChannelError, match=says):
             decode(bytearray(frame))
