@@ -211,9 +211,7 @@ def test_targets_are_served_in_fair_turns(tmp_path: Path, stack: ExitStack) -> N
     with slow(address):
         costs = {"a": 4, "b": 1}
         channels = {name: connected(stack, address, name, cost=cost)[0] for name, cost in costs.items()}
-        done = dict.fromkeys(channels, 0)
-        sent = dict.fromkeys(channels, 0)
-        order = []
+        done, sent = dict.fromkeys(channels, 0), dict.fromkeys(channels, 0)
         for name, channel in channels.items():
             for _ in range(60):
                 sent[name] += 1
@@ -224,7 +222,6 @@ def test_targets_are_served_in_fair_turns(tmp_path: Path, stack: ExitStack) -> N
                     reply = messages.decode_reply(frame)
                     assert isinstance(reply, messages.ProposeReply) and reply.number == done[name] + 1  # in order
                     done[name] += 1
-                    order.append(name)
         time_of = {name: done[name] * costs[name] for name in done}
         assert 0.4 < time_of["a"] / time_of["b"] < 2.5, done
 
