@@ -42,7 +42,7 @@ Homes = Callable[[int], Home]
 
 @pytest.fixture
 def homes(workshop: Workshop, tmp_path: Path) -> Iterator[Homes]:
-    """What drafters of so many slots are made of."""
+    """Parts of drafters, by the number of slots."""
     with ExitStack() as stack:
         yield lambda slots: Home(workshop, tmp_path, stack, slots)
 

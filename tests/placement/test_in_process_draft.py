@@ -95,7 +95,7 @@ def test_a_draft_can_have_another_degree_than_its_target(home: Path) -> None:
     ids=str,
 )  # fmt: skip
 def test_errors_name_the_model_and_the_key(home: Path, keys: dict[str, object], says: str) -> None:
-    """What a configuration may hold is `tests/orchestrator/test_config.py`'s."""
+    """All values of a configuration are in `tests/orchestrator/test_config.py`."""
     (home / "empty").mkdir(exist_ok=True)
     with pytest.raises((PlanError, ConfigurationError), match=f"(?s)file, model 'chat'.*{says}"):
         read(home, {"name": "chat", **keys})

@@ -160,7 +160,7 @@ def client_of(app: FastAPI, key: str = "none") -> Iterator[openai.OpenAI]:
 
 
 def messages_of(app: FastAPI, receive: Callable[[], Awaitable[Any]]) -> list[Any]:
-    """What an application sends to a POST of /v1/completions without a server between."""
+    """Messages of an application to a POST of /v1/completions, without a server between."""
     sent: list[Any] = []
 
     async def send(message: Any) -> None:

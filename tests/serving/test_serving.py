@@ -71,7 +71,7 @@ def client(cluster: object, home: Path) -> Iterator[openai.OpenAI]:
 
 
 def test_a_model_is_loaded_on_demand_and_releases_its_cores(client: openai.OpenAI) -> None:
-    """The deployment begins without replicas; the service is ready all the same. A draft is no model to ask for."""
+    """The deployment begins without replicas; the service is ready all the same. A draft cannot be asked for."""
     with pytest.raises(openai.NotFoundError, match="chat-draft"):
         client.models.retrieve("chat-draft")
     assert client.models.retrieve("chat").owned_by == "paceline"

@@ -42,7 +42,7 @@ class Served:
         return [update async for update in updates_of(self.engine, asked)]
 
     def start(self, ticket: str, prompt: Sequence[int], count: int) -> asyncio.Task[list[CallUpdate]]:
-        """A caller of so many tokens."""
+        """Begin a caller that wants ``count`` tokens."""
         return asyncio.create_task(self.listen(self.call(ticket, prompt, max_new_tokens=count)))
 
     async def in_round(self) -> None:
@@ -54,7 +54,7 @@ class Served:
 
 
 def served(slots: int, max_waiting: int | None = None) -> Callable[[Test], Callable[[], None]]:
-    """A test in an event loop, over an engine of so many slots."""
+    """Run a test in an event loop, over an engine with this number of slots."""
 
     def over(test: Test) -> Callable[[], None]:
         async def work() -> None:
