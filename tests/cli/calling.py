@@ -26,6 +26,12 @@ def last(done: Result) -> dict[str, object]:
     return found
 
 
+def refused(said: str, *arguments: object) -> None:
+    """Call a command with what it cannot have: it says so."""
+    done = call(*arguments)
+    assert done.exit_code == 2 and said in " ".join(done.stderr.split()) and "Traceback" not in done.stderr, done.output
+
+
 def terminated(*arguments: object) -> Result:
     """Run a training that gets SIGTERM when its first step is reported."""
     reach = Bar.reach

@@ -60,10 +60,8 @@ def test_differing_logits_are_counted_and_a_broken_promise_fails(
     code, out, _ = selftest("--backend", promising, "--target", workshop.checkpoint(), "--rows", 4, "--json")
     found = json.loads(out)
     assert code == 1 and not found["passed"] and found["missing"] == {}
-    assert [(one["backend"], one["amp"], one["error"]) for one in found["series"]] == [
-        (promising, "f32", ""),
-        (promising, "bf16", ""),
-    ]
+    series = [(one["backend"], one["amp"], one["error"]) for one in found["series"]]
+    assert series == [(promising, "f32", ""), (promising, "bf16", "")]
     counts = {(one["shape"], one["rows"]): one for one in found["series"][0]["counts"]}
     assert counts.keys() == {(shape, rows) for shape in ("window", "batch") for rows in range(1, 5)}
     for (shape, rows), one in counts.items():
@@ -89,9 +87,7 @@ def test_table_lists_every_series_and_the_missing_ones(workshop: Workshop, monke
     assert "eager, f32: ok" in err
 
 
-def test_a_series_that_raises_is_reported_as_failed(
-    workshop: Workshop, promising: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_series_that_raises_fails(workshop: Workshop, promising: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def burning(*_given: object) -> Tensor:
         raise RuntimeError("the device is on fire")
 

@@ -96,31 +96,17 @@ def test_python_and_files_take_the_names_of_vllm(tmp_path: Path) -> None:
     file.write_text(f"models: [{{name: a, path: {DEMO}, max_num_seqs: 0}}]")
     with pytest.raises(PlanError, match=r"model 'a': max_num_seqs: expected a positive number"):
         read_models(file)
-    settings = {
-        "targets": [{"path": "t", "max_model_len": 64}],
-        "drafters": ["suffix"],
-        "prompt_sets": ["p"],
-        "dtype": "f32",
-    }
-    made = ExperimentConfig.model_validate(settings)
+    settings = {"targets": [{"path": "t", "max_model_len": 64}], "drafters": ["suffix"], "prompt_sets": ["p"]}
+    made = ExperimentConfig.model_validate({**settings, "dtype": "f32"})
     assert (made.targets[0].load, made.load) == ({"n_positions": 64}, {"amp": "f32"})
 
 
 def test_drafts_use_the_common_syntax() -> None:
     options = ["--draft", "suffix", "--draft", "DIR:amp=f32", "--k", "0,2,4", "--no-exact", "--fused"]
     _, values, _ = called("f", "--width", "1", *options, "--confidence-threshold", "0.5")
-    assert values == (
-        "f",
-        Sizes(1),
-        SpeculativeConfig(
-            draft=["suffix", {"path": "DIR", "amp": "f32"}],
-            k=(0, 2, 4),
-            exact=False,
-            fused=True,
-            confidence_threshold=0.5,
-        ),
-        False,
-    )
+    drafts = ["suffix", {"path": "DIR", "amp": "f32"}]
+    config = SpeculativeConfig(draft=drafts, k=(0, 2, 4), exact=False, fused=True, confidence_threshold=0.5)
+    assert values == ("f", Sizes(1), config, False)
     _, values, _ = called("f", "--width", "1", "--draft", '["suffix", {"path": "a:k=3"}]', "--acceptor", "match")
     assert values == ("f", Sizes(1), SpeculativeConfig(draft=["suffix", {"path": "a:k=3"}]), False)
 

@@ -39,9 +39,7 @@ def demo(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleT
 
 
 @pytest.mark.parametrize("mode", ["speculative", "ngram"])
-def test_demo_streams_measures_and_reports_identical_texts(
-    demo: ModuleType, capsys: pytest.CaptureFixture[str], mode: str
-) -> None:
+def test_the_demo_reports_identical_texts(demo: ModuleType, capsys: pytest.CaptureFixture[str], mode: str) -> None:
     sys.argv += ["--mode", mode]
     assert demo.main() == 0
     shown = capsys.readouterr().out

@@ -12,7 +12,6 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from paceline.checks import doctor, selftest
-from paceline.checks.findings import Finding
 from paceline.cli.main import app
 from paceline.core.types import SamplingTensors
 from paceline.decoder.backends import eager, registry
@@ -22,10 +21,6 @@ from paceline.neuron import machine
 LS = """#!/bin/sh
 echo '[{"neuron_device": 0, "nc_count": 2, "neuron_processes": [{"pid": 77}]}, {"neuron_device": 1, "nc_count": 2}]'
 """
-
-
-def subjects(findings: list[Finding]) -> dict[str, Finding]:
-    return {finding.name: finding for finding in findings}
 
 
 def test_a_machine_without_neuron_is_reported_healthy() -> None:
@@ -38,19 +33,15 @@ def test_a_machine_without_neuron_is_reported_healthy() -> None:
     assert done.exit_code == 0 and found["healthy"]
 
 
-def test_a_cache_that_cannot_be_written_is_bad(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(doctor.os, "access", lambda *_args: False)
-    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
-    finding = subjects(doctor.examine())["cache"]
+@pytest.mark.parametrize("writable", [False, True], ids=["read-only", "a file"])
+def test_an_unusable_cache_is_bad(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, writable: bool) -> None:
+    (tmp_path / "file").write_text("no folder")
+    if not writable:
+        monkeypatch.setattr(doctor.os, "access", lambda *_args: False)
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / ("file" if writable else "cache")))
+    (finding,) = (one for one in doctor.examine() if one.name == "cache")
     assert not finding.passed and "PACELINE_CACHE" in finding.seen
     assert CliRunner().invoke(app, ["doctor"]).exit_code == 1
-
-
-def test_a_file_in_place_of_a_cache_is_bad(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("no folder")
-    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "file"))
-    finding = subjects(doctor.examine())["cache"]
-    assert not finding.passed and "PACELINE_CACHE" in finding.seen
 
 
 def test_neuron_ls_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -117,14 +108,10 @@ def test_a_check_that_raises_fails_and_the_others_still_run(monkeypatch: pytest.
     assert checks[0].seen == "RuntimeError: the device is on fire"
 
 
-def test_an_unknown_backend_is_rejected_before_anything_runs() -> None:
+def test_an_unknown_backend_is_rejected_before_anything_runs_and_a_missing_one_fails_with_a_remedy() -> None:
+    missing = CliRunner().invoke(app, ["selftest", "--backend", "neuron"])
+    assert missing.exit_code != 0 and "set up the Neuron SDK" in missing.output
     done = CliRunner().invoke(app, ["selftest", "--backend", "cuda"])
     assert done.exit_code == 2 and not done.stdout
     known = "eager, native, xla, neuron, neuron-native"
     assert done.stderr == f"error: backend: expected one of {known}, got 'cuda'; use one of them\n"
-
-
-def test_a_missing_backend_fails_with_a_remedy() -> None:
-    done = CliRunner().invoke(app, ["selftest", "--backend", "neuron"])
-    assert done.exit_code != 0
-    assert "set up the Neuron SDK" in done.output

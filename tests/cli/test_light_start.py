@@ -9,7 +9,6 @@ import json
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
@@ -34,6 +33,7 @@ for arguments in json.load(sys.stdin):
     new = sys.modules.keys() - before
     print(json.dumps([done.exit_code, done.output, [name for name in {UNWANTED!r} if name in new]]))
 """
+PLANNING = "paceline.placement.planning.planner; from paceline.placement import Plan, plan, read_models"
 COMMANDS = [[name] for name in main.COMMANDS] + [[group, name] for group, rows in main.GROUPS.items() for name in rows]
 GENERATE = ["generate", "--target", "TARGET", "--prompt", "def main"]
 
@@ -47,18 +47,19 @@ def outcomes(calls: list[list[str]]) -> list[tuple[int, str, list[str]]]:
 
 
 @pytest.mark.parametrize(
-    "module",
+    ("modules", "more"),
     [
-        "paceline",
-        "paceline.core.protocols",
-        "paceline.placement.remote.messages",
-        "paceline.placement.cluster.core_allocator",
-        "paceline.serving.ray_app",
-        "paceline.serving.serve_lifecycle",
+        ("paceline", ["ray", "msgspec", "paceline.placement"]),
+        ("paceline.placement", ["ray", "msgspec", "paceline.placement.planning"]),
+        (PLANNING, ["ray", "msgspec", "paceline.placement.remote", "paceline.placement.cluster"]),
+        ("paceline.core.protocols, paceline.placement.remote.messages", []),
+        ("paceline.placement.cluster.core_allocator, paceline.serving.ray_app, paceline.serving.serve_lifecycle", []),
     ],
+    ids=["the package", "placement", "planning", "messages", "services"],
 )
-def test_modules_that_do_not_decode_import_without_pytorch(module: str) -> None:
-    check = f"import sys, {module}; print([name for name in ('torch', 'transformers') if name in sys.modules])"
+def test_modules_that_do_not_decode_import_no_more_than_they_need(modules: str, more: list[str]) -> None:
+    unwanted = ["torch", "transformers", *more]
+    check = f"import sys, {modules}; print([name for name in {unwanted} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 
@@ -125,28 +126,11 @@ def test_command_summaries_equal_those_of_the_commands() -> None:
     assert sorted(found) == sorted(every)
 
 
-@dataclass(frozen=True)
-class Trap:
-    """A target and a draft that can be looked at and not be loaded."""
-
-    target: Path
-    draft: Path
-
-    def filled(self, arguments: list[str]) -> list[str]:
-        names = {"TARGET": str(self.target), "DRAFT": str(self.draft), "FOLDER": str(self.target.parent)}
-        for name, value in names.items():
-            arguments = [argument.replace(name, value) for argument in arguments]
-        return arguments
-
-
-def trapped(home: Path, folder: Path) -> Trap:
-    for name in ("target", "draft"):
-        shutil.copytree(home / name, folder / name)
-        (folder / name / "model.safetensors").write_bytes(b"no weights")
-    (folder / "prompts.jsonl").write_text('{"prompt": "def main"}\n')
-    models = {"targets": ["target"], "drafters": [{"draft": "nosuch"}], "prompt_sets": [{"path": "prompts.jsonl"}]}
-    (folder / "experiment.yaml").write_text(json.dumps({"name": "x", **models}))
-    return Trap(folder / "target", folder / "draft")
+def filled(folder: Path, arguments: list[str]) -> list[str]:
+    names = {"TARGET": folder / "target", "DRAFT": folder / "draft", "FOLDER": folder}
+    for name, value in names.items():
+        arguments = [argument.replace(name, str(value)) for argument in arguments]
+    return arguments
 
 
 REFUSALS: list[tuple[list[str], str]] = [
@@ -168,10 +152,8 @@ REFUSALS: list[tuple[list[str], str]] = [
             (["--draft", "ngram", "--fused"], "cannot share a graph"),
             (["--draft", "ngram", "--acceptor", "nosuch"], "got 'nosuch'"),
             (["--draft", "ngram", "--acceptor", "typical:epsilon=7"], "epsilon: expected a number between 0 and 1"),
-            (
-                ["--draft", "ngram", "--draft", "suffix", "--acceptor", "reject"],
-                "acceptor: expected 'match' for a list of drafters, none of",
-            ),
+            (["--draft", "ngram", "--draft", "suffix", "--acceptor", "reject"],
+             "acceptor: expected 'match' for a list of drafters, none of"),
             (["--draft", "ngram", "--acceptor", "typical", "--logprobs", "1"], "decides on the device"),
             (["--max-new-tokens", "0"], "max_new_tokens: expected at least 1"),
             (["--temperature", "-1"], "temperature: expected a finite number of at least 0, got"),
@@ -205,18 +187,11 @@ REFUSALS: list[tuple[list[str], str]] = [
     (["compile", "--target", "TARGET", "--draft", "nosuch"], "draft: expected a folder or one of"),
     (["compile", "--target", "TARGET", "--draft", "DRAFT", "--k", "500"], "got 501"),
     (["compile", "--target", "TARGET", "--sampling", "nosuch"], "expected one or more of greedy"),
-    (
-        ["bench", "--target", "TARGET", "--draft", "nosuch", "--prompts", "FOLDER/prompts.jsonl"],
-        "draft: expected a folder or one of",
-    ),
-    (
-        ["bench", "--target", "TARGET", "--draft", "DRAFT", "--prompts", "nosuch.jsonl"],
-        "nosuch.jsonl: the file cannot be read",
-    ),
-    (
-        ["bench", "--target", "TARGET", "--draft", "DRAFT", "--prompts", "FOLDER/prompts.jsonl", "--k", "500"],
-        "got 501",
-    ),
+    (["bench", "--target", "TARGET", "--draft", "nosuch", "--prompts", "FOLDER/prompts.jsonl"],
+     "draft: expected a folder or one of"),
+    (["bench", "--target", "TARGET", "--draft", "DRAFT", "--prompts", "nosuch.jsonl"],
+     "nosuch.jsonl: the file cannot be read"),
+    (["bench", "--target", "TARGET", "--draft", "DRAFT", "--prompts", "FOLDER/prompts.jsonl", "--k", "500"], "got 501"),
     (["verify", "--target", "TARGET", "--draft", "nosuch"], "draft: expected a folder or one of"),
     (["verify", "--target", "TARGET", "--batch-sizes", "x"], "expected numbers from 1 on"),
     (["serve", "--target", "TARGET", "--draft", "nosuch"], "nosuch"),
@@ -227,38 +202,40 @@ REFUSALS: list[tuple[list[str], str]] = [
     (["serve", "--target", "nosuch"], "nosuch: expected a folder"),
     (["experiment", "run", "FOLDER/experiment.yaml", "--dry-run"], "nosuch"),
     (["experiment", "run", "nosuch.yaml", "--dry-run"], "nosuch.yaml"),
-    (
-        ["train", "medusa", "--target", "TARGET", "--data", "x", "--out", "x", "--length", "0"],
-        "prompt: expected 1 <= prompt < length, and eval_samples of",
-    ),
-    (
-        ["train", "eagle", "--target", "TARGET", "--data", "x", "--out", "x", "--loss", "kl"],
-        "loss: expected one of ce, lk_hybrid, nla, got 'kl'",
-    ),
+    (["train", "medusa", "--target", "TARGET", "--data", "x", "--out", "x", "--length", "0"],
+      "prompt: expected 1 <= prompt < length, and eval_samples of"),
+    (["train", "eagle", "--target", "TARGET", "--data", "x", "--out", "x", "--loss", "kl"],
+      "loss: expected one of ce, lk_hybrid, nla, got 'kl'"),
     (["plan", "nosuch.yaml"], "nosuch.yaml: the file cannot be read"),
     (["nosuch"], "No such command"),
-]
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def trap(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Trap:
-    return trapped(home, tmp_path_factory.mktemp("trap"))
+def trap(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target and a draft that can be looked at and not be loaded."""
+    folder = tmp_path_factory.mktemp("trap")
+    for name in ("target", "draft"):
+        shutil.copytree(home / name, folder / name)
+        (folder / name / "model.safetensors").write_bytes(b"no weights")
+    (folder / "prompts.jsonl").write_text('{"prompt": "def main"}\n')
+    models = {"targets": ["target"], "drafters": [{"draft": "nosuch"}], "prompt_sets": [{"path": "prompts.jsonl"}]}
+    (folder / "experiment.yaml").write_text(json.dumps({"name": "x", **models}))
+    return folder
 
 
 @pytest.fixture(scope="module")
-def refused(trap: Trap) -> list[tuple[int, str, list[str]]]:
-    return outcomes([trap.filled(arguments) for arguments, _ in REFUSALS])
+def refused(trap: Path) -> list[tuple[int, str, list[str]]]:
+    return outcomes([filled(trap, arguments) for arguments, _ in REFUSALS])
 
 
-def test_opening_the_test_weights_raises(trap: Trap) -> None:
-    done = call(*trap.filled([*GENERATE, "--backend", "eager", "--draft", "ngram", "--n-positions", "64"]))
+def test_opening_the_test_weights_raises(trap: Path) -> None:
+    done = call(*filled(trap, [*GENERATE, "--backend", "eager", "--draft", "ngram", "--n-positions", "64"]))
     assert done.exit_code == 2 and "model.safetensors" in done.stderr
 
 
 @pytest.mark.parametrize("number", range(len(REFUSALS)), ids=lambda number: " ".join(REFUSALS[number][0])[:100])
-def test_invalid_options_are_rejected_before_pytorch_is_imported(
-    refused: list[tuple[int, str, list[str]]], number: int
-) -> None:
+def test_invalid_options_are_rejected_before_pytorch(refused: list[tuple[int, str, list[str]]], number: int) -> None:
     (status, output, imported), (_, message) = refused[number], REFUSALS[number]
     words = " ".join(output.replace("│", " ").split())  # typer's own errors are in a box
     assert status == 2 and message in words and "Traceback" not in words, output
@@ -273,25 +250,21 @@ def test_invalid_options_are_rejected_before_pytorch_is_imported(
         ({"kv_cache_dtype": "nosuch"}, "got 'nosuch'"),
     ],
 )
-def test_python_calls_are_rejected_before_weights_are_opened(
-    trap: Trap, options: dict[str, object], message: str
-) -> None:
+def test_python_calls_are_rejected_before_weights_open(trap: Path, options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        AutoDecoder.from_pretrained(trap.target, **{"backend": "eager", **options})  # type: ignore[arg-type]
+        AutoDecoder.from_pretrained(trap / "target", **{"backend": "eager", **options})  # type: ignore[arg-type]
     with pytest.raises(MissingWeightsError):
-        AutoDecoder.from_pretrained(trap.target, backend="eager")
+        AutoDecoder.from_pretrained(trap / "target", backend="eager")
 
 
-def test_an_invalid_draft_is_rejected_before_it_is_loaded(workshop: Workshop, trap: Trap) -> None:
-    target = workshop.decoder()
+def test_an_invalid_draft_is_rejected_before_it_is_loaded(workshop: Workshop, trap: Path) -> None:
+    target, draft = workshop.decoder(), str(trap / "draft")
+    words = "acceptor: expected 'match' for a list of drafters, none of"
     for options, message in (
-        ({"draft": f"{trap.draft}:k=500"}, "got 501"),
-        ({"draft": f"{trap.draft}:amp=x"}, "got 'x'"),
-        (
-            {"draft": ["ngram", f"{trap.draft}"], "acceptor": "reject"},
-            "acceptor: expected 'match' for a list of drafters, none of",
-        ),
-        ({"draft": f"{trap.draft}"}, "the vocabularies of 280"),
+        ({"draft": f"{draft}:k=500"}, "got 501"),
+        ({"draft": f"{draft}:amp=x"}, "got 'x'"),
+        ({"draft": ["ngram", draft], "acceptor": "reject"}, words),
+        ({"draft": draft}, "the vocabularies of 280"),
     ):
         with pytest.raises((ConfigurationError, PairingError), match=message):
             SpeculativeGenerator(target=target, **options)  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.calling import call, last, trained_in_three_goes
+from tests.cli.calling import call, last, refused, trained_in_three_goes
 from tests.decoder.tiny import VOCABULARY
 
 EAGER = ["--backend", "eager", "--amp", "f32"]
@@ -60,11 +60,8 @@ def test_heads_are_trained_and_generate_the_tokens_of_plain_decoding(target: Pat
 def test_typical_acceptance_is_labelled(target: Path, heads: Path) -> None:
     found = tokens(target, "--draft", heads, "--acceptor", "typical", "--temperature", 1.5)["statistics"]
     assert isinstance(found, dict) and not found["lossless"] and found["acceptor"] == "typical"
-    shown = call(
-        "generate", "--target", target, "--prompt", "w5", "--max-new-tokens", 4, *EAGER, "--draft", heads,
-        "--acceptor", "typical", "--stats",
-    )  # fmt: skip
-    assert "LOSSY" in shown.stderr
+    asked = ("--prompt", "w5", "--max-new-tokens", 4, *EAGER, "--draft", heads, "--acceptor", "typical", "--stats")
+    assert "LOSSY" in call("generate", "--target", target, *asked).stderr
 
 
 def test_a_tree_is_searched_and_checked(target: Path, heads: Path, tmp_path: Path) -> None:
@@ -79,11 +76,8 @@ def test_a_tree_is_searched_and_checked(target: Path, heads: Path, tmp_path: Pat
 
 
 def test_heads_are_converted(target: Path, heads: Path, tmp_path: Path) -> None:
-    for layout, file in (
-        ("medusa", "medusa_lm_head.pt"),
-        ("nxd", "medusa_heads.pt"),
-        ("paceline", "model.safetensors"),
-    ):
+    files = {"medusa": "medusa_lm_head.pt", "nxd": "medusa_heads.pt", "paceline": "model.safetensors"}
+    for layout, file in files.items():
         done = call("convert-medusa", heads, tmp_path / layout, "--target", target, "--layout", layout)
         assert done.exit_code == 0, done.stderr
         assert (tmp_path / layout / file).is_file()
@@ -103,9 +97,7 @@ def test_heads_are_converted(target: Path, heads: Path, tmp_path: Path) -> None:
 )
 def test_invalid_medusa_options_are_rejected(target: Path, heads: Path, arguments: list[str], said: str) -> None:
     given = [argument.replace("HEADS", str(heads)) for argument in arguments]
-    done = call("generate", "--target", target, "--prompt", "w5", *EAGER, *given)
-    assert done.exit_code == 2
-    assert said in done.stderr
+    refused(said, "generate", "--target", target, "--prompt", "w5", *EAGER, *given)
 
 
 @pytest.mark.parametrize(
@@ -113,9 +105,7 @@ def test_invalid_medusa_options_are_rejected(target: Path, heads: Path, argument
     [
         (["--nodes", 0], "of at least 1, got 0 and 128"),
         (["--max-new-tokens", 0], "expected --nodes and --max-new-tokens of at least 1"),
-        (["--eval-samples", 1], "one half to search with, one half to check on"),
-        (["--eval-samples", 0], "one half to search with, one half to check on"),
-        (["--eval-samples", -2], "one half to search with, one half to check on"),
+        *((["--eval-samples", count], "one half to search with, one half to check on") for count in (1, 0, -2)),
         (["--out", "FOLDER"], "--out: expected a file for the choices, got the folder"),
         (["--out", "FILE/tree.json"], "cannot be created"),
         (["--prompts", "FILE"], "one of them"),
@@ -128,11 +118,8 @@ def test_invalid_trees_are_rejected(
     (tmp_path / "FOLDER").mkdir()
     given = [tmp_path / one if str(one).startswith("F") else one for one in arguments]
     out = [] if "--out" in given else ["--out", tmp_path / "tree.json"]
-    done = call(
-        "medusa-tree", "--target", target, "--heads", heads, "--data", data, "--eval-samples", 4, *EAGER, *out, *given
-    )
-    assert done.exit_code == 2
-    assert said in " ".join(done.stderr.split())
+    base = ("--target", target, "--heads", heads, "--data", data, "--eval-samples", 4, *EAGER, *out)
+    refused(said, "medusa-tree", *base, *given)
 
 
 @pytest.mark.parametrize(
@@ -152,18 +139,12 @@ def test_invalid_medusa_training_options_are_rejected(
 ) -> None:
     out = tmp_path / "out"
     given = ("--target", target, "--data", data, "--out", out, "--tokens", 256, "--length", 64, "--eval-samples", 2)
-    done = call("train", "medusa", *given, *arguments)
-    assert done.exit_code == 2
-    assert said in " ".join(done.stderr.split())
+    refused(said, "train", "medusa", *given, *arguments)
     assert not out.exists()
 
 
 def test_missing_training_data_is_rejected(target: Path, tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("")
-    for wrong, said in (
-        (tmp_path / "absent.txt", "does not exist"),
-        (tmp_path / "empty.txt", "expected text, got none"),
-    ):
-        done = call("train", "medusa", "--target", target, "--data", wrong, "--out", tmp_path / "out", "--length", 64)
-        assert done.exit_code == 2
-        assert said in done.stderr
+    for wrong, said in (("absent.txt", "does not exist"), ("empty.txt", "expected text, got none")):
+        files = ("--data", tmp_path / wrong, "--out", tmp_path / "out")
+        refused(said, "train", "medusa", "--target", target, *files, "--length", 64)

@@ -26,23 +26,11 @@ EXCEPTIONS: dict[str, list[set[str]]] = {
     "--batch-size": [{"serve"}, TRAINING, {"cost", "experiment whatif"}],  # buckets, no training
     "--batch-sizes": [{"verify"}],  # a test of one size would miss faults of rows
     "--data": [{"medusa-tree"}],  # stands in for prompts
-    "--draft": [
-        {"doctor"},
-        {"bench"},
-        {"cost"},
-        {"plan-speed"},
-        {"export-hlo"},
-        {"experiment whatif"},
-        {"experiment regret"},
-    ],
+    "--draft": [{"doctor"}, {"bench"}, {"cost"}, {"plan-speed"}, {"export-hlo"}, {"experiment whatif"},
+                {"experiment regret"}],
     "--draft-vocab-size": [{"train dflash"}],  # EAGLE says for which version
     "--head-layers": [{"train dflash"}, {"train pard"}],  # of a head, or of the target
-    "--k": [
-        BLOCKS,
-        {"bench"},
-        {"experiment whatif"},
-        {"cost", "export-hlo", "experiment regret"},
-    ],  # grids, and fixed ones
+    "--k": [BLOCKS, {"bench"}, {"experiment whatif"}, {"cost", "export-hlo", "experiment regret"}],  # grids, fixed ones
     "--layout": [{"convert-eagle"}],
     "--learning-rate": [{"train medusa"}],
     "--mask-token": [{"train eagle"}],  # P-EAGLE alone
@@ -57,7 +45,7 @@ EXCEPTIONS: dict[str, list[set[str]]] = {
     "--temperature": [{"train medusa"}],  # several
     "--tokens": [{"train medusa"}],
     "--tp-degree": [{"serve"}, {"plan-speed"}, {"cost", "export-hlo"}],
-}
+}  # fmt: skip
 """Of an option, sets of commands that agree with each other and need not agree with the rest."""
 
 
@@ -118,6 +106,13 @@ def test_sampling_and_model_options_show_their_defaults() -> None:
     assert len(shown) > 10 and [name for name, one in shown.items() if "Default: " not in one.help] == []
 
 
+def test_commands_are_in_panels_and_those_of_one_request_hide_the_batch_size() -> None:
+    assert main.PANELS.keys() == {*main.COMMANDS, *main.GROUPS}
+    hidden = {command for command, option in OPTIONS["--batch-size"].items() if option.hidden}
+    assert hidden == {"generate", "chat", "medusa-tree"}
+    assert "cpu" in INSTANCES and OPTIONS["--instance"].keys() == {"plan", "serve", *CONFIGS}
+
+
 def test_number_lists_share_one_syntax() -> None:
     assert numbers("1:4", "--k") == (1, 2, 3, 4) and numbers("2,8", "--k") == (2, 8) == numbers("2,8", "--k", least=2)
     for text in ("1,2", "x", "", "4:2"):
@@ -129,13 +124,3 @@ def test_adaptive_k_is_written_auto() -> None:
     assert SpeculativeConfig(k="auto:0,2,4").k == SpeculativeConfig(k="0,2,4").k == (0, 2, 4)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="such as auto:0,2,4"):
         SpeculativeConfig(k="auto:4,2")  # type: ignore[arg-type]
-
-
-def test_every_command_is_in_a_panel() -> None:
-    assert main.PANELS.keys() == {*main.COMMANDS, *main.GROUPS}
-
-
-def test_single_request_commands_hide_the_batch_size() -> None:
-    hidden = {command for command, option in OPTIONS["--batch-size"].items() if option.hidden}
-    assert hidden == {"generate", "chat", "medusa-tree"}
-    assert "cpu" in INSTANCES and OPTIONS["--instance"].keys() == {"plan", "serve", *CONFIGS}

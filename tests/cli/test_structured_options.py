@@ -13,7 +13,8 @@ import pytest
 
 from paceline.text import structured_output
 from paceline.text.tokenizer import load_tokenizer, prompt_ids
-from tests.cli.test_cli import answer, generate
+from tests.cli.calling import refused
+from tests.cli.test_cli import EAGER, answer
 
 SCHEMA = {"enum": ["main", "argv", 7]}
 
@@ -36,19 +37,15 @@ def schema(tmp_path: Path) -> Path:
     return tmp_path / "schema.json"
 
 
-def test_an_answer_matches_its_regex(ending: Path) -> None:
-    expression = r"(ab|cd){2,4}x"
-    found = answer(ending, "--regex", expression)
-    assert found["finish_reason"] == "stop" and re.fullmatch(expression, str(found["text"]))
-    drafted = answer(ending, "--regex", expression, "--draft", ending / "draft", "--k", 2)
-    assert drafted["tokens"] == found["tokens"]
-
-
-def test_an_answer_matches_its_schema(ending: Path, schema: Path) -> None:
-    sampled = ["--json-schema", schema, "--temperature", 1, "--seed", 4]
-    found = answer(ending, *sampled)
-    assert found["finish_reason"] == "stop" and json.loads(str(found["text"])) in SCHEMA["enum"]
-    assert answer(ending, *sampled, "--draft", ending / "draft")["tokens"] == found["tokens"]
+def test_answers_match_their_regex_or_schema_with_any_draft(ending: Path, schema: Path) -> None:
+    expression, texts = r"(ab|cd){2,4}x", list[str]()
+    asked: list[list[object]] = [["--regex", expression], ["--json-schema", schema, "--temperature", 1, "--seed", 4]]
+    for options in asked:
+        found = answer(ending, *options)
+        assert answer(ending, *options, "--draft", ending / "draft", "--k", 2)["tokens"] == found["tokens"]
+        assert found["finish_reason"] == "stop"
+        texts.append(str(found["text"]))
+    assert re.fullmatch(expression, texts[0]) and json.loads(texts[1]) in SCHEMA["enum"]
 
 
 def test_a_grammar_is_compiled_once(ending: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,5 +73,4 @@ def test_tokens_of_the_prompt_have_log_probabilities_too(home: Path) -> None:
 
 
 def test_an_invalid_regex_is_rejected(ending: Path) -> None:
-    done = generate(ending, "--regex", "(")
-    assert done.exit_code == 2 and "regex" in done.stderr
+    refused("regex", "generate", "--target", ending / "target", "--prompt", "x", *EAGER, "--regex", "(")

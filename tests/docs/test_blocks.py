@@ -16,12 +16,14 @@ from transformers import AutoTokenizer
 
 from paceline import AutoDecoder, SpeculativeGenerator
 from paceline.auto import SamplingDecoder
+from paceline.experiments.config import load_config
+from paceline.experiments.round_times import policy_name
 from tests.docs.pages import CURRENT, ROOT, python, text
 
-ELSEWHERE = ("README.md", "docs/quickstart.md", "docs/extending/")
-"""Pages whose blocks have tests of their own beside this one."""
-
-WITH_CODE = [page for page in CURRENT if python(page) and not page.startswith(ELSEWHERE)]
+WITH_CODE = [page for page in CURRENT if python(page) and not page.startswith("docs/extending/")]
+"""Those of extending have tests beside this one."""
+FIRST = ("README.md", "docs/quickstart.md")
+"""Pages whose program imports and makes all that it uses, and prints a text."""
 
 NOT_RUN = re.compile(r"<!-- not run: (.*) -->\n")
 
@@ -62,15 +64,10 @@ def names(folder: Path) -> Iterator[dict[str, object]]:
     target, draft = (AutoDecoder.from_pretrained(f"examples/pycode/{name}") for name in ("target", "draft"))
     prompts = [[5, 17, 99], [7, 8]]
     yield {
-        "target": target,
-        "draft": draft,
-        "generator": SpeculativeGenerator(draft, target, k=3),
-        "tokenizer": AutoTokenizer.from_pretrained("examples/pycode/target"),
-        "prompts": prompts,
-        "ids": prompts[:1],
-        "prompt_ids": prompts[:1],
-        "input_ids": torch.tensor([[5, 17, 99], [7, 8, 9]]),
-    }
+        "target": target, "draft": draft, "generator": SpeculativeGenerator(draft, target, k=3),
+        "tokenizer": AutoTokenizer.from_pretrained("examples/pycode/target"), "prompts": prompts, "ids": prompts[:1],
+        "prompt_ids": prompts[:1], "input_ids": torch.tensor([[5, 17, 99], [7, 8, 9]]),
+    }  # fmt: skip
 
 
 def smaller(block: str, folder: Path) -> str:
@@ -80,13 +77,41 @@ def smaller(block: str, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("page", WITH_CODE)
-def test_the_blocks_of_a_page_run(page: str, folder: Path, names: dict[str, object]) -> None:
+def test_the_blocks_of_a_page_run(
+    page: str, folder: Path, names: dict[str, object], capsys: pytest.CaptureFixture[str]
+) -> None:
     ran = 0
+    if page in FIRST:
+        names.clear()
     for block, reason in blocks(page):
         if not reason:
             exec(compile(smaller(block, folder), page, "exec"), names)
             ran += 1
     assert ran, f"{page}: nothing is run"
+    assert page not in FIRST or capsys.readouterr().out.startswith("def main(argv=None):")
+
+
+def test_drafters_that_pages_print_keep_the_tokens(home: Path) -> None:
+    printed = python("docs/drafters.md", marked=True)
+    assert len(printed) == 2
+    target = AutoDecoder.from_pretrained(home / "target", n_positions=64, amp="f32", backend="eager", batch_size=2)
+    for block in printed:
+        made: dict[str, Any] = {"target": target}
+        exec(block, made)
+        for sampling in ({}, {"do_sample": True, "seed": 4}):
+            asked = {"max_new_tokens": 24, **sampling}
+            prompts = [[5, 6, 7, 5], [9, 5, 6]]
+            assert torch.equal(made["generator"].sample(prompts, **asked), target.sample(prompts, **asked))
+        assert made["generator"].statistics.num_draft_tokens
+
+
+def test_questions_of_the_page_of_experiments_are_about_its_example() -> None:
+    """`build/quick` is what quick.yaml makes: it has traces, and drafters of the names that are asked for."""
+    config = load_config(ROOT / "examples" / "experiments" / "quick.yaml")
+    lines = [line for line in text("docs/experiments.md").splitlines() if "paceline" in line and "build/quick" in line]
+    asked = {name for line in lines for name in re.findall(r'--draft(?:er)? "([^"]+)"', line)}
+    names = {policy_name(one, config) for one in config.drafters}
+    assert config.traces and len(lines) > 6 and {"draft model", "suffix+draft model"} <= asked <= names
 
 
 def test_blocks_that_are_not_run_have_a_reason_in_their_page() -> None:

@@ -1,15 +1,22 @@
-"""Names in pages exist: modules and classes, files, commands and their options, targets of the Makefile."""
+"""Names in pages exist: modules and classes, files, commands and their options, targets of the Makefile, links. And
+parts of pages that are written from the code name everything that it declares.
+"""
 
 from __future__ import annotations
 
 import ast
 import importlib
 import re
+import sys
+from collections.abc import Iterator
+from types import ModuleType
 
 import pytest
 
+from paceline.core import errors
+from paceline.neuron_config import key_tables
 from tests.cli.calling import call
-from tests.docs.pages import CURRENT, ROOT, commands, prose, python, text
+from tests.docs.pages import CURRENT, PAGES, ROOT, anchors, commands, prose, python, text
 
 
 def exists(name: str) -> bool:
@@ -59,8 +66,64 @@ def test_commands_and_options_exist(page: str, monkeypatch: pytest.MonkeyPatch) 
     assert missing == []
 
 
+LINK = r"\]\(([^)\s]+)\)"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_resolve(page: str) -> None:
+    broken = []
+    for link in re.findall(LINK, prose(page)):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        place = ((ROOT / page).parent / path).resolve() if path else ROOT / page
+        if not place.exists() or (anchor and anchor not in anchors(place.relative_to(ROOT).as_posix())):
+            broken.append(link)
+    assert broken == []
+
+
+def test_every_page_is_in_the_index() -> None:
+    listed = {link.partition("#")[0] for link in re.findall(LINK, prose("docs/index.md"))}
+    pages = {page.removeprefix("docs/") for page in PAGES if re.fullmatch(r"docs/(extending/)?[^/]+\.md", page)}
+    assert pages - listed == {"index.md"}
+
+
 @pytest.mark.parametrize("page", CURRENT)
 def test_targets_of_make_exist(page: str) -> None:
     makefile = (ROOT / "Makefile").read_text()
     named = re.findall(r"^    make ([\w-]+)", text(page), re.MULTILINE) + re.findall(r"`make ([\w-]+)", prose(page))
     assert [name for name in named if not re.search(rf"^{name}:", makefile, re.MULTILINE)] == []
+
+
+# ---- parts that are written from the code
+
+
+@pytest.fixture(scope="module")
+def parts() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "scripts"))
+        import docs_generated
+
+        yield docs_generated
+    sys.modules.pop("docs_generated", None)
+
+
+def test_every_marker_has_a_part_and_every_part_a_page(parts: ModuleType) -> None:
+    named = [name for page in CURRENT for name in re.findall(r"<!-- generated:(\w+) -->", text(page))]
+    assert sorted(named) == sorted(parts.PARTS)
+
+
+def test_every_neuron_config_key_is_listed_with_its_reason(parts: ModuleType) -> None:
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in parts.neuron_config_keys().split("\n")]
+    for name, reason in key_tables().without_effect.items():
+        assert any(f"`{name}`" in row[0] and row[1:] == [reason] for row in rows), name
+    for name, (values, reason) in key_tables().refused.items():
+        assert [f"`{name}`", ", ".join(f"`{value!r}`" for value in values), reason] in rows, name
+
+
+def test_generated_pages_have_options_and_error_meanings(parts: ModuleType) -> None:
+    commands = parts.commands()
+    for line in ("## `paceline generate`", "## `paceline train eagle`", "| `--target` | ", "| `--max-waiting` | "):
+        assert line in commands
+    assert not re.search(r"\| `--[^|]*\|  \|", commands), "an option without help"
+    assert f"| `DeadlineError` | {(errors.DeadlineError.__doc__ or '').strip()} |" in parts.error_classes()

@@ -50,10 +50,7 @@ def test_tables_of_formats_show_what_their_benchmarks_print(report: ModuleType) 
     lengths = {"positions": 1024, "prefill_s": 0.5, "prefill_tokens_per_s": 2046.0, "prompt_mb": 9.0, "cache_mb": 20.0}
     served = {"load": "1 streams", "tokens_per_s": 733.1, "offline": 2463.0, "ratio": 0.298, "failed": 0}
     served |= {"first_token_s": (0.02, 0.03), "cpu_us_per_token": {"model": 814.2}}
-    rows = [
-        {"format": "int8", "perplexity": 8.125, "weights_mb": 135.2},
-        {"format": "q4_0", "refused": "no blocks"},
-    ]
+    rows = [{"format": "int8", "perplexity": 8.125, "weights_mb": 135.2}, {"format": "q4_0", "refused": "no blocks"}]
     reports = {
         "formats-30m": {"ms": {"int8": {"decode1": 1.17, "prefill": 30.0}}, "ratios": {"int8": ratios}},
         "latency": {"modes": {"plain": latency, "fused 2": latency}},

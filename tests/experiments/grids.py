@@ -39,10 +39,6 @@ def grid(folder: Path, **changes: Any) -> dict[str, Any]:
     return {
         "targets": str(folder / "target"),
         "drafters": ["none", "suffix", {"name": "model", "draft": str(folder / "draft"), "k": [1, 3]}],
-        "prompt_sets": str(folder / "prompts.jsonl"),
-        "k": 2,
-        "max_new_tokens": 9,
-        "backend": "eager",
-        "amp": "f32",
+        "prompt_sets": str(folder / "prompts.jsonl"), "k": 2, "max_new_tokens": 9, "backend": "eager", "amp": "f32",
         **changes,
-    }
+    }  # fmt: skip

@@ -81,11 +81,8 @@ def test_figures_equal_the_statistics_of_a_call(name: str, workshop: Workshop, t
 def test_a_run_server_metrics_and_aiperf_records_agree(workshop: Workshop) -> None:
     """The same requests, counted from their outputs, by the engine of a server for Prometheus, and as records."""
     prompts, params = ((5, 9, 5, 9, 5), (7, 7, 8, 7, 7), (3, 4)), SamplingParams(max_new_tokens=23, seed=[1, 2, 3])
-    keys = {
-        **asdict(LoadOptions(amp="f32", batch_size=2, n_positions=128)),
-        "backend": "eager",
-        "folder": str(workshop.checkpoint()),
-    }
+    keys = asdict(LoadOptions(amp="f32", batch_size=2, n_positions=128))
+    keys |= {"backend": "eager", "folder": str(workshop.checkpoint())}
     host = make_target({**keys, "draft": ["ngram", str(workshop.checkpoint("draft"))], "k": 3}, None)
     outputs: dict[int, list[RequestOutput]] = {0: [], 1: [], 2: []}
     for output in asked(host, "ticket", prompts, params):
@@ -107,13 +104,8 @@ def test_a_run_server_metrics_and_aiperf_records_agree(workshop: Workshop) -> No
         assert served["vllm:spec_decode_num_accepted_tokens_per_pos_total", str(index)] == place.accepted
 
     rows = [
-        {
-            "prompt": str(number),
-            "num_rounds": one.num_rounds,
-            "new_tokens": one.new_tokens,
-            "per_step_drafted": [draft.drafted for draft in one.drafts],
-            "per_step_accepted": [draft.accepted for draft in one.drafts],
-        }
+        {"prompt": str(number), "num_rounds": one.num_rounds, "new_tokens": one.new_tokens}
+        | {f"per_step_{name}": [getattr(draft, name) for draft in one.drafts] for name in ("drafted", "accepted")}
         for number, one in enumerate(run)
     ]
     for ours, row in zip(run, aiperf(CellResult("cell", {"k": 3}, rows)), strict=True):

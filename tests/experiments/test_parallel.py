@@ -5,7 +5,6 @@ is found again.
 from __future__ import annotations
 
 import os
-import time
 from functools import partial
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from paceline.placement.cluster.jobs import JobResult, JobWorkers
 from tests.experiments.grids import grid, save_models, save_prompts
 from tests.experiments.node_jobs import BEGAN, DOOMED, make
 from tests.simulation import CORES, STORE
+from tests.waiting import until
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("nothing_left")]
 
@@ -45,10 +45,7 @@ def test_a_lost_node_or_worker_fails_only_its_job(cluster: Cluster, tmp_path: Pa
             assert len(taken[small.node_id]) == 1
             for outcome in workers.run(jobs):
                 if not found:
-                    end = time.monotonic() + 60
-                    while not (tmp_path / BEGAN).exists():
-                        assert time.monotonic() < end, "nothing runs on the small node"
-                        time.sleep(0.05)
+                    until((tmp_path / BEGAN).exists, 60, what="nothing runs on the small node")
                     cluster.remove_node(small, allow_graceful=False)
                 assert jobs[outcome.index] not in found
                 found[jobs[outcome.index]] = outcome

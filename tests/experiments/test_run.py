@@ -26,7 +26,7 @@ from paceline.experiments.record_traces import record_traces
 from paceline.experiments.store import Store, read_results
 from paceline.experiments.trace import load_trace
 from paceline.text.tokenizer import load_tokenizer
-from tests.cli.calling import call
+from tests.cli.calling import call, last
 from tests.experiments.grids import grid, save_models, save_prompts
 from tests.full_disk import full_disk
 
@@ -235,11 +235,6 @@ def test_files_without_text_are_rejected(tmp_path: Path) -> None:
         list(read_prompts(file))
 
 
-def save_texts(path: Path) -> Path:
-    path.write_text('{"prompt": "&*&*"}\n')
-    return path
-
-
 def test_suspicious_prompts_cause_warnings(home: Path, tmp_path: Path) -> None:
     tokenizer: Any = load_tokenizer(home / "target")
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}<think>"
@@ -248,33 +243,31 @@ def test_suspicious_prompts_cause_warnings(home: Path, tmp_path: Path) -> None:
     said = " ".join(load_prompts(PromptSet(path=str(file), layout="spec-bench"), tokenizer, 96).warnings)
     for part in ("further turns", "put into the target's as well", "splits into 7 tokens", "random tokens"):
         assert part in said
-    unsure = load_prompts(PromptSet(path=str(save_texts(tmp_path / "y.jsonl"))), tokenizer, 96).warnings
-    assert len(unsure) == 1 and "set chat: true, or chat: false if that is meant" in unsure[0]
-    assert load_prompts(PromptSet(path=str(tmp_path / "y.jsonl"), chat=False), tokenizer, 96).warnings == ()
+    file.write_text('{"prompt": "&*&*"}\n')
+    (unsure,) = load_prompts(PromptSet(path=str(file)), tokenizer, 96).warnings
+    assert "set chat: true, or chat: false if that is meant" in unsure
+    assert load_prompts(PromptSet(path=str(file), chat=False), tokenizer, 96).warnings == ()
     tokenizer.chat_template = None
     assert load_prompts(PromptSet(path=str(home / "prompts.jsonl")), tokenizer, 96).warnings == ()
 
 
-def test_experiment_run_command_writes_its_results(home: Path, tmp_path: Path) -> None:
+def test_the_command_writes_results_and_keeps_cells_of_another_commit_with_a_warning(
+    home: Path, tmp_path: Path
+) -> None:
     file, out = tmp_path / "exp.yaml", tmp_path / "out"
     file.write_text(yaml.safe_dump(grid(home, drafters=["none", "suffix"])))
-    dry = json.loads(call("experiment", "run", str(file), "--dry-run", "--json").stdout)
+    dry: dict[str, Any] = last(call("experiment", "run", file, "--dry-run", "--json"))
     assert len(dry["cells"]) == 2 and not out.exists() and dry["estimated_seconds"] >= 0
-    done = json.loads(call("experiment", "run", str(file), "--out", str(out), "--json").stdout.splitlines()[-1])
-    assert done["failed"] == 0 and done["cells"][1]["texts_unlike_plain"] == 0
-
-
-def test_cells_of_another_commit_are_kept_with_a_warning(home: Path, tmp_path: Path) -> None:
-    file, out = tmp_path / "exp.yaml", tmp_path / "out"
-    file.write_text(yaml.safe_dump(grid(home, drafters=["none", "suffix"])))
-    run_again = ("experiment", "run", str(file), "--out", str(out), "--json")
-    assert "expected a file of this version" not in call(*run_again).stderr
-    assert "expected a file of this version" not in call(*run_again).stderr
+    for _ in range(2):
+        done = call("experiment", "run", file, "--out", out, "--json")
+        assert "another version" not in done.stderr
+        found: dict[str, Any] = last(done)
+        assert found["failed"] == 0 and found["cells"][1]["texts_unlike_plain"] == 0
     cell = next((out / "cells").glob("*.json"))
     values = json.loads(cell.read_text())
     values["provenance"]["git_commit"] = "0123abc"
     cell.write_text(json.dumps(values))
-    said = " ".join(call(*run_again).stderr.split())
+    said = " ".join(call("experiment", "run", file, "--out", out, "--json").stderr.split())
     assert "finished cells were made by another version: 1 by paceline" in said and "commit 0123abc" in said
     assert "to run all again, name another folder or remove" in said
     assert json.loads(cell.read_text()) == values

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -16,13 +17,7 @@ from paceline.core.errors import ConfigurationError, TraceError
 from paceline.draft_spec import DraftSpec, parse_draft
 from paceline.engine.request import Request, SamplingParams
 from paceline.experiments.prompts import Prompt
-from paceline.experiments.questions import (
-    Policy,
-    ask,
-    best_per_text,
-    drafter_of,
-    search,
-)
+from paceline.experiments.questions import Policy, ask, best_per_text, drafter_of, search
 from paceline.experiments.record_traces import record
 from paceline.experiments.replay import ReplayDrafter, replay
 from paceline.experiments.round_times import RoundTimes
@@ -40,6 +35,16 @@ TEXT_ROWS = ("ngram", "ngram, first", "suffix", "suffix, with a corpus", "none",
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
+
+
+Homes = Callable[[int], Home]
+
+
+@pytest.fixture
+def homes(workshop: Workshop, tmp_path: Path) -> Iterator[Homes]:
+    """Parts of drafters, by the number of slots."""
+    with ExitStack() as stack:
+        yield lambda slots: Home(workshop, tmp_path, stack, slots)
 
 
 def recorded(generator: SpeculativeGenerator, params: SamplingParams, *, prefixes: bool = True) -> Trace:
@@ -62,101 +67,92 @@ def real(generator: SpeculativeGenerator, params: SamplingParams) -> tuple[Stati
 
 def counts(statistics: Statistics) -> tuple[object, ...]:
     return (
-        statistics.tau,
-        statistics.num_rounds,
-        statistics.num_drafts,
-        statistics.num_draft_tokens_per_pos,
-        statistics.num_accepted_tokens_per_pos,
-        statistics.new_tokens,
-    )
+        statistics.tau, statistics.num_rounds, statistics.num_drafts, statistics.num_draft_tokens_per_pos,
+        statistics.num_accepted_tokens_per_pos, statistics.new_tokens,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.of != "choice"])
-def test_predicted_acceptance_length_equals_a_run(name: str, workshop: Workshop, tmp_path: Path) -> None:
+def test_predicted_acceptance_length_equals_a_run(name: str, homes: Homes) -> None:
     """Every row of the registry, in a batch of 4: texts that end inside of a draft, and ones that end with their room.
 
     Plain decoding is counted step by step: several steps in one graph count those behind the end of a text too.
     """
     depth = 0 if ROWS[name].of == "none" else ROWS[name].depths[-1]
-    with ExitStack() as stack:
-        for slots, params in ((4, PARAMS), *(((1, LONG),) if name in ("model", "EAGLE 3 chain", "ngram") else ())):
-            home = Home(workshop, tmp_path, stack, slots)
-            trace = recorded(ROWS[name].make(home, depth), params)
-            statistics, texts = real(ROWS[name].make(home, depth), params)
-            assert [list(text.tokens) for text in trace.texts] == texts
-            recording = ReplayDrafter(trace, trace.drafters[0])
-            anew = ROWS[name].make(home, depth).drafter if name in TEXT_ROWS else recording
-            assert counts(replay(trace, anew, batch_size=slots).statistics) == counts(statistics)
+    for slots, params in ((4, PARAMS), *(((1, LONG),) if name in ("model", "EAGLE 3 chain", "ngram") else ())):
+        home = homes(slots)
+        trace = recorded(ROWS[name].make(home, depth), params)
+        statistics, texts = real(ROWS[name].make(home, depth), params)
+        assert [list(text.tokens) for text in trace.texts] == texts
+        recording = ReplayDrafter(trace, trace.drafters[0])
+        anew = ROWS[name].make(home, depth).drafter if name in TEXT_ROWS else recording
+        assert counts(replay(trace, anew, batch_size=slots).statistics) == counts(statistics)
 
 
 @pytest.mark.parametrize("name", ["model", "model, in doubt", "EAGLE 3 chain", "Medusa chain", "function"])
-def test_one_recording_answers_smaller_depths(name: str, workshop: Workshop, tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        home, row = Home(workshop, tmp_path, stack, 1), ROWS[name]
-        trace = recorded(row.make(home, 4), PARAMS)
-        for k in (1, 2):
-            statistics, _ = real(row.make(home, k), PARAMS)
-            answer = ask(trace, Policy(("it",), k))
-            assert counts(answer.replayed.statistics) == counts(statistics)
-
-
-def test_confidence_thresholds_equal_a_run(workshop: Workshop, tmp_path: Path) -> None:
-    """Answers of one recording, single and in a list, whose next drafter has a turn where the model is in doubt."""
-    with ExitStack() as stack:
-        home = Home(workshop, tmp_path, stack, 2)
-        trace = recorded(ROWS["model, in doubt"].make(home, 4), PARAMS)
-        (one,) = trace.drafters
-        assert one.confidence_threshold == 0.3 and one.confidences is not None
-        sure = sorted(value for text in one.confidences for values in text for value in values)
-        seen = set()
-        for threshold in (0.0, sure[len(sure) // 3], sure[-len(sure) // 4], 1.0):  # one that is met exactly among them
-            for draft, names in ((home.draft, ("it",)), ([home.draft, "ngram"], ("it", "ngram"))):
-                generator = SpeculativeGenerator(draft, home.target, k=3, confidence_threshold=threshold)
-                statistics, _ = real(generator, PARAMS)
-                answer = ask(trace, Policy(names, 3, confidence=threshold), batch_size=2)
-                assert counts(answer.replayed.statistics) == counts(statistics)
-                seen.add(statistics.num_drafts)
-        assert len(seen) > 3, "thresholds differ"
-        save_trace(tmp_path / "a.trace", trace)
-        assert load_trace(tmp_path / "a.trace") == trace
-        times = RoundTimes({("none", 0, 1): 1.0, ("it", 4, 1): 1.5, ("it+ngram", 4, 1): 1.5})
-        grid = search(trace, times, batch_size=1, max_depth=4)
-        speeds = [row.tokens_per_second or 0 for row in grid]
-        assert speeds == sorted(speeds, reverse=True) and len(grid) > 8
-        for policy, message in (
-            (Policy(("suffix",), 2, confidence=0.5), "no threshold"),
-            (Policy(("it",), 2, confidence=1.5), "0 to 1"),
-        ):
-            with pytest.raises(ConfigurationError, match=message):
-                drafter_of(trace, policy)
-
-
-def test_lists_choices_and_subtrees_equal_a_run(workshop: Workshop, tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        home = Home(workshop, tmp_path, stack, 1)
-        trace = recorded(ROWS["model"].make(home, 4), PARAMS)
-        statistics, _ = real(SpeculativeGenerator(["suffix", "ngram", home.draft], home.target, k=4), PARAMS)
-        answer = ask(trace, Policy(("suffix", "ngram", "it"), 4))
+def test_one_recording_answers_smaller_depths(name: str, homes: Homes) -> None:
+    home, row = homes(1), ROWS[name]
+    trace = recorded(row.make(home, 4), PARAMS)
+    for k in (1, 2):
+        statistics, _ = real(row.make(home, k), PARAMS)
+        answer = ask(trace, Policy(("it",), k))
         assert counts(answer.replayed.statistics) == counts(statistics)
-        chosen = DraftSpec("choice", options=(("choose_by", "length"),))
-        for slots, k in ((1, 4), (4, 2)):
-            home = Home(workshop, tmp_path, stack, slots)
-            chosen = replace(chosen, parts=parse_draft(["suffix", "ngram", home.draft]))
-            statistics, _ = real(SpeculativeGenerator(chosen, home.target, k=k), PARAMS)
-            policy = Policy.parse("choice:suffix+ngram+it", k)
-            assert counts(ask(trace, policy, batch_size=slots).replayed.statistics) == counts(statistics)
-            assert 0 < sum(one.num_drafts for one in statistics.drafters.values()) <= statistics.num_drafts
-        tree = recorded(ROWS["EAGLE 3 static tree"].make(home, 3), PARAMS)
-        whole, part = (ask(tree, Policy(("it",), None, nodes)).acceptance for nodes in (None, (0, 2, 5)))
-        assert part.num_rounds >= whole.num_rounds and max(d.drafted for d in part.drafts) == 3
-        for nodes in ((2, 4), (0, 9)):
-            with pytest.raises(ConfigurationError, match="nodes: expected a subtree"):
-                ask(tree, Policy(("it",), None, nodes))
 
 
-def test_questions_beyond_the_recording_are_rejected(workshop: Workshop, tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        trace = recorded(ROWS["retokenize"].make(Home(workshop, tmp_path, stack, 1), 2), PARAMS, prefixes=False)
+def test_confidence_thresholds_equal_a_run(homes: Homes, tmp_path: Path) -> None:
+    """Answers of one recording, single and in a list, whose next drafter has a turn where the model is in doubt."""
+    home = homes(2)
+    trace = recorded(ROWS["model, in doubt"].make(home, 4), PARAMS)
+    (one,) = trace.drafters
+    assert one.confidence_threshold == 0.3 and one.confidences is not None
+    sure = sorted(value for text in one.confidences for values in text for value in values)
+    seen = set()
+    for threshold in (0.0, sure[len(sure) // 3], sure[-len(sure) // 4], 1.0):  # one that is met exactly among them
+        for draft, names in ((home.draft, ("it",)), ([home.draft, "ngram"], ("it", "ngram"))):
+            generator = SpeculativeGenerator(draft, home.target, k=3, confidence_threshold=threshold)
+            statistics, _ = real(generator, PARAMS)
+            answer = ask(trace, Policy(names, 3, confidence=threshold), batch_size=2)
+            assert counts(answer.replayed.statistics) == counts(statistics)
+            seen.add(statistics.num_drafts)
+    assert len(seen) > 3, "thresholds differ"
+    save_trace(tmp_path / "a.trace", trace)
+    assert load_trace(tmp_path / "a.trace") == trace
+    times = RoundTimes({("none", 0, 1): 1.0, ("it", 4, 1): 1.5, ("it+ngram", 4, 1): 1.5})
+    grid = search(trace, times, batch_size=1, max_depth=4)
+    speeds = [row.tokens_per_second or 0 for row in grid]
+    assert speeds == sorted(speeds, reverse=True) and len(grid) > 8
+    for policy, message in (
+        (Policy(("suffix",), 2, confidence=0.5), "no threshold"),
+        (Policy(("it",), 2, confidence=1.5), "0 to 1"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            drafter_of(trace, policy)
+
+
+def test_lists_choices_and_subtrees_equal_a_run(homes: Homes) -> None:
+    home = homes(1)
+    trace = recorded(ROWS["model"].make(home, 4), PARAMS)
+    statistics, _ = real(SpeculativeGenerator(["suffix", "ngram", home.draft], home.target, k=4), PARAMS)
+    answer = ask(trace, Policy(("suffix", "ngram", "it"), 4))
+    assert counts(answer.replayed.statistics) == counts(statistics)
+    chosen = DraftSpec("choice", options=(("choose_by", "length"),))
+    for slots, k in ((1, 4), (4, 2)):
+        home = homes(slots)
+        chosen = replace(chosen, parts=parse_draft(["suffix", "ngram", home.draft]))
+        statistics, _ = real(SpeculativeGenerator(chosen, home.target, k=k), PARAMS)
+        policy = Policy.parse("choice:suffix+ngram+it", k)
+        assert counts(ask(trace, policy, batch_size=slots).replayed.statistics) == counts(statistics)
+        assert 0 < sum(one.num_drafts for one in statistics.drafters.values()) <= statistics.num_drafts
+    tree = recorded(ROWS["EAGLE 3 static tree"].make(home, 3), PARAMS)
+    whole, part = (ask(tree, Policy(("it",), None, nodes)).acceptance for nodes in (None, (0, 2, 5)))
+    assert part.num_rounds >= whole.num_rounds and max(d.drafted for d in part.drafts) == 3
+    for nodes in ((2, 4), (0, 9)):
+        with pytest.raises(ConfigurationError, match="nodes: expected a subtree"):
+            ask(tree, Policy(("it",), None, nodes))
+
+
+def test_questions_beyond_the_recording_are_rejected(homes: Homes) -> None:
+    trace = recorded(ROWS["retokenize"].make(homes(1), 2), PARAMS, prefixes=False)
     for policy, message in (
         (Policy(("it",), 1), r"k: expected 2, .* not prefixes of longer ones\), got 1"),
         (Policy(("it",), 5), "record it with k=5"),
@@ -167,9 +163,8 @@ def test_questions_beyond_the_recording_are_rejected(workshop: Workshop, tmp_pat
             drafter_of(trace, policy)
 
 
-def test_a_trace_file_round_trips_and_reports_damage(workshop: Workshop, tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        trace = recorded(ROWS["EAGLE 2"].make(Home(workshop, tmp_path, stack, 1), 3), PARAMS)
+def test_a_trace_file_round_trips_and_reports_damage(homes: Homes, tmp_path: Path) -> None:
+    trace = recorded(ROWS["EAGLE 2"].make(homes(1), 3), PARAMS)
     path = tmp_path / "a.trace"
     save_trace(path, trace)
     assert load_trace(path) == trace
@@ -188,9 +183,8 @@ def test_a_trace_file_round_trips_and_reports_damage(workshop: Workshop, tmp_pat
         check_target(trace, "1", "other")
 
 
-def test_predicted_times_and_choices_equal_the_formula(workshop: Workshop, tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        trace = recorded(ROWS["model"].make(Home(workshop, tmp_path, stack, 1), 4), PARAMS)
+def test_predicted_times_and_choices_equal_the_formula(homes: Homes) -> None:
+    trace = recorded(ROWS["model"].make(homes(1), 4), PARAMS)
     times = RoundTimes({("it", 1, 1): 1.0, ("it", 3, 1): 2.0, ("it", 1, 2): 1.5, ("it", 3, 2): 2.5}, 0.25)
     answer = ask(trace, Policy(("it",), 2), times=times)
     assert answer.seconds == 1.5 * answer.acceptance.num_rounds + 0.25 * len(trace.texts)
@@ -204,12 +198,11 @@ def test_predicted_times_and_choices_equal_the_formula(workshop: Workshop, tmp_p
 
 
 @pytest.mark.parametrize(("slope", "best"), [(0.01, 4), (3.0, 0)])
-def test_an_adaptive_length_follows_its_times(workshop: Workshop, tmp_path: Path, slope: float, best: int) -> None:
+def test_an_adaptive_length_follows_its_times(homes: Homes, slope: float, best: int) -> None:
     """The engine's controller, with times that are given: it finds the depth that is the fastest, or rests."""
     long = SamplingParams(sequence_length=128, eos_token_id=[], seed=[1])
-    with ExitStack() as stack:
-        home = Home(workshop, tmp_path, stack, 1)
-        trace = recorded(SpeculativeGenerator(home.target.sibling(), home.target, k=4), long)
+    home = homes(1)
+    trace = recorded(SpeculativeGenerator(home.target.sibling(), home.target, k=4), long)
     times = RoundTimes({("none", 0, 1): 1.0, ("it", 1, 1): 1.0 + slope, ("it", 4, 1): 1.0 + 4 * slope})
     answer = ask(trace, Policy(("it",), draft_lengths=(0, 1, 4)), times=times)
     lengths = answer.replayed.statistics.draft_lengths

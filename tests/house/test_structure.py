@@ -38,18 +38,11 @@ def size_messages(root: Path, file: str, text: str) -> list[str]:
     [
         ("core/a.py", "import numpy as np", "core/ may import torch and the standard library only"),
         ("core/a.py", "def f():\n    import numpy", "core/ may import torch and the standard library only"),
-        (
-            "core/a.py",
-            "from paceline.decoder.config import X",
-            "core/ may not import paceline.decoder.config.X",
-        ),
+        ("core/a.py", "from paceline.decoder.config import X", "core/ may not import paceline.decoder.config.X"),
         ("core/a.py", "from paceline import decoder", "core/ may not import paceline.decoder"),
         ("core/a.py", "import paceline", "core/ may not import paceline (orchestrator/)"),
-        (
-            "core/a.py",
-            "from paceline.engine.engine import X",
-            "core/ may not import paceline.engine.engine.X (orchestrator/)",
-        ),
+        ("core/a.py", "from paceline.engine.engine import X",
+         "core/ may not import paceline.engine.engine.X (orchestrator/)"),
         ("core/a.py", "from . import types", "relative import"),
         ("core/a.py", "from core.types import Commit", "import it as `paceline`"),
         ("tests/core/test_a.py", "from core.types import Commit", "a second copy of core/; import it as"),
@@ -71,11 +64,8 @@ def size_messages(root: Path, file: str, text: str) -> list[str]:
         ("placement/lookahead.py", "from paceline.placement.remote import X", "placement/lookahead.py may not import"),
         ("placement/host/a.py", "import paceline.decoder", "placement/host/ may not import paceline.decoder"),
         ("orchestrator/build.py", "from paceline.cli.options import X", "is imported by orchestrator/cli/ only"),
-        (
-            "decoder/a.py",
-            "def f():\n    import paceline.neuron.sdk",
-            "paceline.neuron.sdk is imported by orchestrator/cli/",
-        ),
+        ("decoder/a.py", "def f():\n    import paceline.neuron.sdk",
+         "paceline.neuron.sdk is imported by orchestrator/cli/"),
         ("orchestrator/cli/a.py", "import paceline.neuron.sdk", "orchestrator/checks/ only, inside functions"),
         ("neuron/a.py", "from paceline.target import X", "neuron/ may not import paceline.target.X"),
         ("orchestrator/text/a.py", "from paceline.engine.batch import X", "orchestrator/text/ may not import"),
@@ -83,17 +73,14 @@ def size_messages(root: Path, file: str, text: str) -> list[str]:
         ("orchestrator/engine/batch.py", "from paceline.build import X", "orchestrator/engine/ may not import"),
         ("orchestrator/engine/rounds.py", "from paceline import build", "orchestrator/engine/ may not import"),
         ("orchestrator/engine/rounds.py", "from paceline import X", "orchestrator/engine/ may not import"),
-        (
-            "orchestrator/engine/engine.py",
-            "from paceline.serving.ray_app import X",
-            "orchestrator/engine/ may not import",
-        ),
+        ("orchestrator/engine/engine.py", "from paceline.serving.ray_app import X",
+         "orchestrator/engine/ may not import"),
         ("orchestrator/warmup.py", "from paceline.draft import X", "orchestrator/warmup.py may not"),
         ("tests/core/test_a.py", "from .fakes import X", "relative import"),
         ("target/a.py", 'MAKER = "paceline.draft.ngram:NgramDrafter"', "target/ may not import paceline.draft.ngram"),
         ("decoder/a.py", 'MAKER = "paceline.neuron.backend:X"', "paceline.neuron.backend.X is imported by"),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_import_is_found(tmp_path: Path, file: str, text: str, words: str) -> None:
     messages = import_messages(tmp_path, file, text)
     assert len(messages) == 1, messages

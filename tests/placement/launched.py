@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
+from typing import Any
 
 import ray
 
@@ -17,6 +17,7 @@ from paceline.placement.planning.core_range import CoreRange
 from paceline.placement.planning.model_specs import models_of
 from paceline.placement.remote.drafter import DraftTimeouts
 from tests.decoder.tiny import Workshop
+from tests.waiting import until
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2]]
 SAMPLED = {"do_sample": True, "temperature": 1.3, "seed": 4}
@@ -53,20 +54,13 @@ def pid_on(cores: CoreRange, node: str | None = None) -> int | None:
 def drafts(models: Deployment, target: str) -> bool:
     """Whether the target's drafter is up, and answered in a call that was just made."""
     models.sample(target, PROMPTS[:1], max_new_tokens=4)
-    end = time.monotonic() + 30
-    while (health := models.statistics(target)["drafter_health"]) is None:  # an answer ends before its rounds do
-        assert time.monotonic() < end, "the rounds of a call that was answered come to an end"
-        time.sleep(0.01)
-    assert isinstance(health, dict)
-    return health["state"] == "up" and health["answered"] > 0
+    health: Any = until(lambda: models.statistics(target)["drafter_health"], 30)  # an answer ends before its rounds do
+    return health["state"] == "up" and health["answered"] > 0  # type: ignore[no-any-return]
 
 
 def wait_for_draft(models: Deployment, target: str) -> None:
     """Wait until the target's drafter answers."""
-    end = time.monotonic() + 120
-    while not drafts(models, target):
-        assert time.monotonic() < end, models.statistics(target)
-        time.sleep(0.05)
+    until(lambda: drafts(models, target), what=lambda: models.statistics(target), pause_s=0.05)
 
 
 def ranks_of(pid: int) -> list[int]:

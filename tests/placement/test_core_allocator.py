@@ -7,22 +7,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 
-ray = pytest.importorskip("ray")
-
-from benchmarks.scale import Cluster  # noqa: E402
-from paceline.core.errors import PlanError, WorkerError  # noqa: E402
-from paceline.placement import INSTANCES  # noqa: E402
-from paceline.placement.cluster import core_allocator  # noqa: E402
-from paceline.placement.cluster.core_allocator import (  # noqa: E402
-    CoreAllocator,
-    CoreRequest,
-    call_allocator,
-    end_unused,
-    give_back,
-)
-from paceline.placement.planning.core_range import CoreRange  # noqa: E402
-from tests.simulation import check_nothing_left  # noqa: E402
+from benchmarks.scale import Cluster, run
+from paceline.core.errors import PlanError, WorkerError
+from paceline.placement import INSTANCES
+from paceline.placement.cluster import core_allocator
+from paceline.placement.cluster.core_allocator import CoreAllocator, CoreRequest, call_allocator, end_unused, give_back
+from paceline.placement.planning.core_range import CoreRange
+from tests.simulation import check_nothing_left
 
 LARGE, SMALL = INSTANCES["inf2.48xlarge"], INSTANCES["inf2.xlarge"]
 WHOLE = CoreRange(0, 23)
@@ -160,6 +153,13 @@ def test_releasing_cores_does_not_create_an_allocator(monkeypatch: pytest.Monkey
     monkeypatch.setattr(core_allocator, "allocator", lambda: pytest.fail("made only to hear that it holds nothing"))
     give_back(["gone"], 1)
     end_unused(1)
+
+
+def test_the_scale_simulation_runs() -> None:
+    report = run(LARGE, 4)
+    full, replaced = report["place"], report["replace"]
+    assert isinstance(full, dict) and isinstance(replaced, dict)
+    assert full["used_share"] > 0.9 and replaced["nodes"] == 4
 
 
 @pytest.mark.ray

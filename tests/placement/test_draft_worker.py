@@ -8,8 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("ray")
-
 from paceline.core.errors import ChannelError, ConfigurationError, WorkerError
 from paceline.placement import INSTANCES, FaultPolicy, plan
 from paceline.placement.cluster import replica_group
@@ -27,9 +25,7 @@ def spec() -> WorkerSpec:
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-def test_only_the_first_start_of_a_draft_worker_raises(
-    spec: WorkerSpec, restarted: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_first_start_raises(spec: WorkerSpec, restarted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     context, paused = SimpleNamespace(was_current_actor_reconstructed=restarted), list[float]()
     monkeypatch.setattr(replica_group.ray, "get_runtime_context", lambda: context)
     monkeypatch.setattr(replica_group, "sleep", paused.append)

@@ -62,12 +62,9 @@ print(threads, apart - before, count() > apart)
 """
 
 
-def test_a_thread_team_ends_with_its_thread() -> None:
+def test_a_thread_team_ends_with_its_thread_whose_exceptions_are_raised() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True, check=True)
     assert done.stdout.split() == ["2", "0", "True"]
-
-
-def test_exceptions_of_a_separate_thread_are_raised() -> None:
     with pytest.raises(ZeroDivisionError):
         run_apart(lambda: 1 / 0)
 

@@ -15,6 +15,7 @@ from paceline.core.errors import PlanError
 from paceline.placement import INSTANCES, DraftTimeouts, FaultPolicy, plan, read_fault_policy, read_models
 from paceline.placement.planning import instances, planner
 from paceline.placement.planning.instances import matching
+from tests.cli.calling import refused
 from tests.placement.wishes import model
 
 CHAT = "{name: chat, config: big, tp_degree: 8, n_positions: 2048, amp: bf16}"
@@ -68,17 +69,10 @@ def with_policy(home: Path, policy: str) -> Path:
 
 
 def test_the_fault_policy_is_read_from_the_file(home: Path) -> None:
-    policy = read_fault_policy(
-        with_policy(
-            home,
-            "{startup_timeout_s: 3600, draft_ahead: true, draft_timeouts: {reply_timeout_s: 0.5, max_failures: 2}}",
-        )
-    )
-    assert policy == FaultPolicy(
-        startup_timeout_s=3600.0,
-        draft_ahead=True,
-        draft_timeouts=DraftTimeouts(reply_timeout_s=0.5, max_failures=2),
-    )
+    text = "{startup_timeout_s: 3600, draft_ahead: true, draft_timeouts: {reply_timeout_s: 0.5, max_failures: 2}}"
+    timeouts = DraftTimeouts(reply_timeout_s=0.5, max_failures=2)
+    policy = FaultPolicy(startup_timeout_s=3600.0, draft_ahead=True, draft_timeouts=timeouts)
+    assert read_fault_policy(with_policy(home, text)) == policy
     call(home, CHAT)
     assert read_fault_policy(home / "models.yaml") == FaultPolicy()
 
@@ -91,19 +85,16 @@ def test_the_fault_policy_is_read_from_the_file(home: Path) -> None:
         ("[1]", "fault_policy: expected a mapping"),
         ("{startup_timeout_s: 0}", "fault_policy.startup_timeout_s: expected greater than 0, got 0"),
         ("{startup_timeout_s: .inf}", "fault_policy.startup_timeout_s: expected less than or equal to 604800, got inf"),
-        (
-            "{draft_timeouts: {reply_timeout_s: 1" + "0" * 400 + "}}",
-            "fault_policy.draft_timeouts.reply_timeout_s: expected a number",
-        ),
+        ("{draft_timeouts: {reply_timeout_s: 1" + "0" * 400 + "}}",
+         "fault_policy.draft_timeouts.reply_timeout_s: expected a number"),
         ("{draft_ahead: 1}", "fault_policy.draft_ahead: expected true or false"),
         ("{draft_timeouts: 3}", "fault_policy.draft_timeouts: expected a mapping"),
         ("{draft_timeouts: {dead: 3}}", "fault_policy.draft_timeouts.dead is not a key"),
         ("{draft_timeouts: {max_failures: true}}", "fault_policy.draft_timeouts.max_failures: expected a whole number"),
     ],
-)
+)  # fmt: skip
 def test_an_invalid_fault_policy_is_rejected_by_name(home: Path, policy: str, says: str) -> None:
-    done = CliRunner().invoke(app, ["plan", str(with_policy(home, policy)), "--instance", "inf2.48xlarge"])
-    assert done.exit_code == 2 and says in " ".join(done.stderr.split()), done.output
+    refused(says, "plan", with_policy(home, policy), "--instance", "inf2.48xlarge")
 
 
 @pytest.mark.parametrize(
@@ -122,28 +113,21 @@ def test_an_invalid_fault_policy_is_rejected_by_name(home: Path, policy: str, sa
         (["{name: a, config: big, batch_size: 0}"], "batch_size: expected"),
         (["{name: a, config: nowhere}"], "does not exist"),
         (["[1, 2]"], "expected a mapping"),
-        (
-            ["{name: a, config: big, tp_degree: 2, backend: magic}"],
-            "backend: expected one of eager, native",
-        ),
+        (["{name: a, config: big, tp_degree: 2, backend: magic}"], "backend: expected one of eager, native"),
         (["{name: a, config: big, group_query_attention: thrifty}"], "got 'thrifty'"),
         ([CHAT.replace(": 8,", ": 8, group_query_attention: shard-over-batch,")], "got 'shard-over-batch'"),
         (["{name: a, config: big, group_query_attention: shard-over-batch}"], "got 'shard-over-batch'"),
-        (
-            ["{name: a, config: big, tp_degree: 2, replicas: 2}", "{name: a.1, config: big}"],
-            "different names, got 'a.1'",
-        ),
+        (["{name: a, config: big, tp_degree: 2, replicas: 2}", "{name: a.1, config: big}"],
+         "different names, got 'a.1'"),
         (["{name: a, config: big, tp_degree: 8, replicas: 3}", "{name: b, config: big}"], "0 of 24"),
-        (
-            ["{name: a, config: big, tp_degree: 8, replicas: 400000000}"],
-            "a: replicas: expected at most 3 of 8 cores each on inf2.48xlarge (24 cores), got 400000000",
-        ),
+        (["{name: a, config: big, tp_degree: 8, replicas: 400000000}"],
+         "a: replicas: expected at most 3 of 8 cores each on inf2.48xlarge (24 cores), got 400000000"),
         ([CHAT.replace(": 8,", ": 8, replicas: 1" + "0" * 30 + ","), DRAFT], "lower replicas"),
         ([CHAT, DRAFT.replace("}", ", quota: {max_slots: 4}}")], "'quota' is not a key"),
         (["{name: a, path: " + "x" * 5000 + "}"], "cannot be searched for"),
         (['{name: a, config: "a\\0b"}'], "cannot be searched for"),
     ],
-)
+)  # fmt: skip
 def test_an_impossible_plan_exits_with_status_2(home: Path, entries: list[str], says: str) -> None:
     done = call(home, *entries)
     assert done.exit_code == 2 and says in " ".join(done.stderr.split()), done.output
@@ -154,31 +138,22 @@ def test_an_impossible_plan_exits_with_status_2(home: Path, entries: list[str], 
     ("entry", "says"),
     [
         (CHAT, "chat: expected `path` to run it"),
-        (
-            CHAT.replace("config", "path"),
-            "chat: tp_degree: expected 1 for backend='native', got 8; set `tp_degree: 1`, or",
-        ),
-        (
-            CHAT.replace("config: big", "path: big, backend: neuron, quantization: q4_0"),
-            "chat: backend='neuron' multiplies with no blocks of quantised weights",
-        ),
-        (
-            CHAT.replace("config: big", "path: big, backend: neuron, kv_cache_dtype: int8"),
-            "chat: backend='neuron' keeps keys and values as amp says",
-        ),
+        (CHAT.replace("config", "path"),
+         "chat: tp_degree: expected 1 for backend='native', got 8; set `tp_degree: 1`, or"),
+        (CHAT.replace("config: big", "path: big, backend: neuron, quantization: q4_0"),
+         "chat: backend='neuron' multiplies with no blocks of quantised weights"),
+        (CHAT.replace("config: big", "path: big, backend: neuron, kv_cache_dtype: int8"),
+         "chat: backend='neuron' keeps keys and values as amp says"),
         (CHAT.replace("config: big", "path: big").replace("2048", "4097"), "at most 4096, which it was trained on"),
         (CHAT.replace("config: big", "path: long"), "chat: n_positions: expected at most 1024 for rope type"),
-        (
-            CHAT.replace("config: big", "path: big, backend: eager")
-            + "\n  - {name: d, path: big, draft_of: chat, tp_degree: 1, k: 128}",
-            "d: k: expected at most 127 draft tokens per round, got 128",
-        ),
+        (CHAT.replace("config: big", "path: big, backend: eager")
+         + "\n  - {name: d, path: big, draft_of: chat, tp_degree: 1, k: 128}",
+         "d: k: expected at most 127 draft tokens per round, got 128"),
     ],
-)
+)  # fmt: skip
 def test_a_plan_that_cannot_run_is_rejected_before_anything_starts(home: Path, entry: str, says: str) -> None:
     assert call(home, entry).exit_code == 0
-    done = CliRunner().invoke(app, ["serve", str(home / "models.yaml"), "--instance", "inf2.48xlarge"])
-    assert done.exit_code == 2 and says in " ".join(done.stderr.split()), done.output
+    refused(says, "serve", home / "models.yaml", "--instance", "inf2.48xlarge")
     for backend in ("eager", "neuron"):
         call(home, CHAT.replace("config", "path").replace(": 8,", f": 8, backend: {backend},"))
         planner.check(plan(read_models(home / "models.yaml"), INSTANCES["inf2.48xlarge"]))
@@ -240,9 +215,7 @@ def test_the_default_instance_is_this_machine(home: Path, monkeypatch: pytest.Mo
             assert done.exit_code == 2 and says in done.stderr and "--instance" in done.stderr
     tool.unlink()
     done = CliRunner().invoke(app, ["plan", str(home / "models.yaml")])
-    assert (
-        done.exit_code == 2 and "chat: tp_degree: expected one of 1 on cpu, got 8" in done.stderr
-    )  # it is this machine then
+    assert done.exit_code == 2 and "chat: tp_degree: expected one of 1 on cpu, got 8" in done.stderr, "this machine"
 
 
 def test_a_model_that_runs_is_not_added_again() -> None:

@@ -23,6 +23,8 @@ from paceline.placement.planning.model_specs import ModelSpec
 from paceline.placement.planning.planner import cpus_of, degrees_of, token_seconds
 from tests.placement.wishes import config, model
 
+LARGE = INSTANCES["inf2.48xlarge"]
+
 
 def check(made: Plan, taken: tuple[CoreRange, ...] = ()) -> None:
     """Everything a plan promises."""
@@ -62,16 +64,14 @@ def test_a_plan_keeps_every_rule_or_there_is_none(name: str, dice: random.Random
 
 
 def test_processes_on_different_cores_have_different_cpus() -> None:
-    machine = INSTANCES["inf2.48xlarge"]
-    runs = [CoreRange(first, first + 3) for first in range(0, machine.cores, 4)]
-    cpus = [set(range(first, last + 1)) for first, last in (cpus_of(machine, run) for run in runs)]
-    assert sum(map(len, cpus)) == len(set().union(*cpus)) == machine.vcpus
+    runs = [CoreRange(first, first + 3) for first in range(0, LARGE.cores, 4)]
+    cpus = [set(range(first, last + 1)) for first, last in (cpus_of(LARGE, run) for run in runs)]
+    assert sum(map(len, cpus)) == len(set().union(*cpus)) == LARGE.vcpus
 
 
 def test_successive_plans_share_no_port() -> None:
-    machine = INSTANCES["inf2.48xlarge"]
-    (first,) = plan([model("a", 8)], machine).placements
-    (second,) = plan([model("b", 8)], machine, taken=[first.cores]).placements
+    (first,) = plan([model("a", 8)], LARGE).placements
+    (second,) = plan([model("b", 8)], LARGE, taken=[first.cores]).placements
     assert dict(first.env)["NEURON_RT_ROOT_COMM_ID"] != dict(second.env)["NEURON_RT_ROOT_COMM_ID"]
 
 
@@ -115,41 +115,37 @@ def test_the_packing_is_the_best() -> None:
 
 
 def test_eight_models_fill_an_instance_when_they_can() -> None:
-    machine = INSTANCES["inf2.48xlarge"]
     for degrees in ([8, 4, 2, 2, 1, 1, 1, 1], [8, 8, 2, 2, 1, 1, 1, 1], [4, 4, 4, 4, 4, 2, 1, 1], [8, 8, 8]):
         for order in itertools.islice(itertools.permutations(degrees), 0, 4000, 997):
-            made = plan([model(f"m{i}", d) for i, d in enumerate(order)], machine)
+            made = plan([model(f"m{i}", d) for i, d in enumerate(order)], LARGE)
             check(made)
             assert made.fragmentation.free == 24 - sum(degrees)
-    check(plan([model(f"m{i}", 1) for i in range(24)], machine))
+    check(plan([model(f"m{i}", 1) for i in range(24)], LARGE))
 
 
 def test_free_cores_stay_contiguous() -> None:
-    machine = INSTANCES["inf2.48xlarge"]
     taken = [CoreRange(0, 7), CoreRange(8, 9)]
-    assert best_fit(machine, taken, 2) == CoreRange(10, 11)
-    assert best_fit(machine, [*taken, CoreRange(16, 16)], 1) == CoreRange(17, 17)
-    assert fragmentation(machine, taken).largest == 8
-    assert fragmentation(machine, [CoreRange(c, c) for c in (0, 8, 16)]).largest == 4
-    left = fragmentation(machine, [CoreRange(c, c) for c in (0, 8, 16)])
+    assert best_fit(LARGE, taken, 2) == CoreRange(10, 11)
+    assert best_fit(LARGE, [*taken, CoreRange(16, 16)], 1) == CoreRange(17, 17)
+    assert fragmentation(LARGE, taken).largest == 8
+    assert fragmentation(LARGE, [CoreRange(c, c) for c in (0, 8, 16)]).largest == 4
+    left = fragmentation(LARGE, [CoreRange(c, c) for c in (0, 8, 16)])
     assert (left.free, dict(left.runs)[4], round(left.stranded, 3)) == (21, 3, round(1 - 12 / 21, 3))
 
 
 def test_a_draft_is_adjacent_to_its_target_if_possible() -> None:
-    machine = INSTANCES["inf2.48xlarge"]
     targets = [model("a", 8), model("b", 8)]
-    made = plan([*targets, model("db", 2, draft_of=("b",))], machine, taken=[CoreRange(16, 17), CoreRange(22, 23)])
+    made = plan([*targets, model("db", 2, draft_of=("b",))], LARGE, taken=[CoreRange(16, 17), CoreRange(22, 23)])
     cores = {item.name: item.cores for item in made.placements}
     assert cores == {"a": CoreRange(0, 7), "b": CoreRange(8, 15), "db": CoreRange(18, 19)}
 
 
 def test_every_replica_of_a_target_has_its_own_draft() -> None:
-    machine = INSTANCES["inf2.48xlarge"]
-    own = plan([model("t", 4, replicas=3), model("d", 1, draft_of=("t",), replicas=3)], machine)
+    own = plan([model("t", 4, replicas=3), model("d", 1, draft_of=("t",), replicas=3)], LARGE)
     assert {p.label: p.drafts_for for p in own.placements if p.drafts_for} == {
         "d": (("t", 0),), "d.1": (("t", 1),), "d.2": (("t", 2),),
     }  # fmt: skip
-    both = plan([model("a", 4, replicas=2), model("b", 4), model("d", 1, draft_of=("a", "b"), replicas=3)], machine)
+    both = plan([model("a", 4, replicas=2), model("b", 4), model("d", 1, draft_of=("a", "b"), replicas=3)], LARGE)
     assert [p.drafts_for for p in both.placements if p.drafts_for] == [(("a", 0),), (("a", 1),), (("b", 0),)]
 
 
@@ -157,38 +153,36 @@ EIGHT = config(heads=32, layers=32, hidden=4096, vocab=128256, kv=8)
 
 
 def test_auto_adds_cores_while_tokens_get_faster_and_others_fit() -> None:
-    machine = INSTANCES["inf2.48xlarge"]
     big = model("big", None, of=EIGHT, backend="neuron")
-    assert footprint(EIGHT, big.options, 1).total <= machine.memory, "it fits on one core, which is slow"
-    times = {d: token_seconds(big, machine, d) for d in machine.degrees}
-    wanted = degrees_of(big, machine)
+    assert footprint(EIGHT, big.options, 1).total <= LARGE.memory, "it fits on one core, which is slow"
+    times = {d: token_seconds(big, LARGE, d) for d in LARGE.degrees}
+    wanted = degrees_of(big, LARGE)
     assert wanted == [24, 8, 4, 2, 1] and times[24] < 0.8 * times[8] < 0.64 * times[4]
-    assert [len(p.cores) for p in plan([big], machine).placements] == [24]
+    assert [len(p.cores) for p in plan([big], LARGE).placements] == [24]
     draft = model("draft", 2, draft_of=("big",))
-    assert {p.name: len(p.cores) for p in plan([big, draft], machine).placements} == {"big": 8, "draft": 2}
+    assert {p.name: len(p.cores) for p in plan([big, draft], LARGE).placements} == {"big": 8, "draft": 2}
     small = model("small", None, backend="neuron")
-    assert degrees_of(small, machine) == [1], "a small model is not worth a second core"
-    assert degrees_of(model("big", None, of=EIGHT), machine) == [1], "native runs a model on one"
-    groups = plan_groups([big, draft, model("other", None, of=EIGHT, backend="neuron")], machine)
+    assert degrees_of(small, LARGE) == [1], "a small model is not worth a second core"
+    assert degrees_of(model("big", None, of=EIGHT), LARGE) == [1], "native runs a model on one"
+    groups = plan_groups([big, draft, model("other", None, of=EIGHT, backend="neuron")], LARGE)
     assert [group.num_cores for group in groups] == [(8, 2), (8,)], "groups are made for one machine"
 
 
 def test_auto_says_why() -> None:
-    machine = INSTANCES["inf2.48xlarge"]
     big, draft = model("big", None, of=EIGHT, backend="neuron"), model("draft", 2, draft_of=("big",))
-    alone, fixed = plan([big], machine).placements[0].why, plan([big, draft], machine).placements
+    alone, fixed = plan([big], LARGE).placements[0].why, plan([big, draft], LARGE).placements
     assert alone.startswith("tp 24 about ") and "; tp 8 about " in alone and " of 16,384 MiB a core" in alone
     (narrowed,) = (one.why for one in fixed if one.name == "big")
     assert narrowed.startswith("tp 8 about ") and "tp 24 about" in narrowed and "without room" in narrowed
-    small = plan([model("small", None, backend="neuron")], machine).placements[0].why
+    small = plan([model("small", None, backend="neuron")], LARGE).placements[0].why
     assert small.startswith("tp 1 about ") and "less than a fifth faster" in small
     assert [one.why for one in fixed if one.name == "draft"] == [""], "the file gives the degree"
 
 
 def test_a_degree_that_one_document_names_is_taken_only_if_asked_for() -> None:
     wide = config(heads=48, layers=2, hidden=768, vocab=96, kv=12)
-    assert [len(p.cores) for p in plan([model("m", 12, of=wide)], INSTANCES["inf2.48xlarge"]).placements] == [12]
-    assert 12 not in degrees_of(model("m", None, of=wide, backend="neuron"), INSTANCES["inf2.48xlarge"])
+    assert [len(p.cores) for p in plan([model("m", 12, of=wide)], LARGE).placements] == [12]
+    assert 12 not in degrees_of(model("m", None, of=wide, backend="neuron"), LARGE)
     with pytest.raises(PlanError, match=r"tp_degree: expected one of 1, 2, 8, 16, 32 on trn1\.32xlarge, got 4"):
         plan([model("m", 4, of=wide)], INSTANCES["trn1.32xlarge"])
 
@@ -204,7 +198,7 @@ def test_a_start_may_take_as_long_as_its_graphs_are_estimated_to_compile() -> No
 
 
 def test_auto_leaves_headroom_where_it_can() -> None:
-    machine = replace(INSTANCES["inf2.48xlarge"], memory=footprint(EIGHT, LoadOptions(n_positions=128), 1).total + 1)
+    machine = replace(LARGE, memory=footprint(EIGHT, LoadOptions(n_positions=128), 1).total + 1)
     full = model("full", None, of=EIGHT, backend="neuron")
     assert degrees_of(full, replace(machine, devices=1, degrees=(1, 2)))[0] == 2
 
@@ -231,7 +225,7 @@ def test_a_pair_that_does_not_fit_names_what_fits() -> None:
     with pytest.raises(
         PlanError, match=r"in the process of large .*MiB a core\); .*quantization: int8` at tp_degree=8"
     ):
-        plan(models, INSTANCES["inf2.48xlarge"])
+        plan(models, LARGE)
 
 
 def test_a_footprint_counts_weights_and_caches() -> None:
@@ -242,13 +236,9 @@ def test_a_footprint_counts_weights_and_caches() -> None:
     assert whole.cache == 2 * 2 * 2 * 8 * (128 + 256) * 2
     assert footprint(one, LoadOptions(amp="f32", n_positions=128), 1).weights == 2 * whole.weights
     assert footprint(one, LoadOptions(batch_size=3, n_positions=128), 1).cache == 3 * whole.cache
-    matrices = products + 2 * 64 * 96
-    assert footprint(one, LoadOptions(quantization="int8", n_positions=128), 1).weights == ceil(
-        1.01 * matrices + 2 * (2 * 2 + 1) * 96
-    )
-    assert footprint(one, LoadOptions(quantization="q4_0", n_positions=128), 1).weights == ceil(
-        18 / 32 * matrices + 2 * (2 * 2 + 1) * 96
-    )
+    for form, size in (("int8", 1.01), ("q4_0", 18 / 32)):
+        packed = footprint(one, LoadOptions(quantization=form, n_positions=128), 1).weights
+        assert packed == ceil(size * (products + 2 * 64 * 96) + 2 * (2 * 2 + 1) * 96)
     halves = [footprint(one, LoadOptions(n_positions=128), d).cache for d in (1, 2, 4)]
     assert halves == [whole.cache, whole.cache // 2, whole.cache // 2]  # two key heads cannot be cut in four
 
@@ -272,11 +262,7 @@ def test_a_footprint_counts_padded_heads(gqa: GQA | None) -> None:
         ([model("m", 4)], "trn1.32xlarge", "got 4"),
         ([model("m", 2)], "trn2.3xlarge", "got 2"),
         ([model("m", 1, of=config(layers=80, hidden=8192, heads=64))], "inf2.48xlarge", "bytes more than the"),
-        (
-            [model("m", None, of=config(layers=900, hidden=32768, heads=64))],
-            "inf2.48xlarge",
-            "its highest degree on",
-        ),
+        ([model("m", None, of=config(layers=900, hidden=32768, heads=64))], "inf2.48xlarge", "its highest degree on"),
         ([model("a", 8), model("b", 8), model("c", 8), model("d", 1)], "inf2.48xlarge", "0 of 24"),
         ([model("m", 1, of=config(layers=40, hidden=4096))], "cpu", "bytes more than the"),
     ],
@@ -289,7 +275,7 @@ def test_a_refusal_names_its_rule(models: list, on: str, says: str) -> None:
 def test_a_refusal_tells_fragmentation_from_fullness() -> None:
     taken = [CoreRange(c, c + 4) for c in (0, 8, 16)]
     with pytest.raises(PlanError, match=r"m: 9 cores free but no aligned run of 8 .*longest free run is 2"):
-        plan([model("m", 8)], INSTANCES["inf2.48xlarge"], taken=taken)
+        plan([model("m", 8)], LARGE, taken=taken)
 
 
 def test_an_8_bit_cache_counts_one_byte_per_number_and_one_scale_per_row() -> None:

@@ -26,6 +26,7 @@ from paceline.placement.remote.drafter import DrafterContract, DraftTimeouts, Re
 from paceline.placement.remote.process import LocalProcess, ProcessSpec
 from paceline.placement.remote.reconnect import DrafterEndpoint
 from tests.decoder.tiny import VOCABULARY, Workshop, fresh
+from tests.waiting import until
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2]]
 
@@ -100,9 +101,7 @@ def order(workshop: Workshop, folder: Path, *, ahead: bool, slots: int, degree: 
 
 
 @pytest.mark.parametrize(("ahead", "slots", "degree"), [(False, 2, 1), (True, 1, 2)])
-def test_a_model_in_a_separate_process_decodes(
-    workshop: Workshop, tmp_path: Path, ahead: bool, slots: int, degree: int
-) -> None:
+def test_a_separate_process_decodes(workshop: Workshop, tmp_path: Path, ahead: bool, slots: int, degree: int) -> None:
     target = fresh(workshop.checkpoint(), batch_size=slots)
     asked = {"max_new_tokens": 60, "do_sample": True, "seed": 8}
     expected = SpeculativeGenerator(None, target, k=0, verify_width=5).sample(PROMPTS, **asked).tolist()  # type: ignore[arg-type]
@@ -134,10 +133,7 @@ def test_a_model_in_a_separate_process_decodes(
         assert draft.wait_until_up(60) and draft.health.restarts == draft.health.lost == 1
         assert generator.sample(PROMPTS, **asked).tolist() == expected
         assert generator.statistics.drafter_health is not None and generator.statistics.drafter_health.answered > 0
-    end = time.monotonic() + 60
-    while held():
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    until(lambda: not held(), 60)
 
 
 def test_a_process_ends_with_its_parent(workshop: Workshop, tmp_path: Path) -> None:
@@ -147,12 +143,8 @@ def test_a_process_ends_with_its_parent(workshop: Workshop, tmp_path: Path) -> N
         "p = LocalProcess(ProcessSpec.from_json(sys.argv[1].encode())); time.sleep(60)"
     )
     parent = subprocess.Popen([sys.executable, "-c", program, spec.to_json().decode()])
-    end = time.monotonic() + 60
-    while len(held()) < 2:
-        assert time.monotonic() < end and parent.poll() is None
-        time.sleep(0.05)
+    until(lambda: len(held()) == 2 or parent.poll() is not None, 60)
+    assert parent.poll() is None
     parent.kill()
     parent.wait()
-    while held():
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    until(lambda: not held(), 60)

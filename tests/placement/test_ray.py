@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +34,7 @@ from tests.placement.launched import (
     wait_for_draft,
     wanted,
 )
+from tests.waiting import until
 
 pytestmark = [pytest.mark.usefixtures("nothing_left"), pytest.mark.ray]
 ASKED = {"max_new_tokens": 60, **SAMPLED}
@@ -71,9 +71,7 @@ def test_concurrent_models_and_their_deaths_change_no_token(cluster: Cluster, wo
         for who in draft, "chat":
             pid = pid_on(cores[who])
             assert pid is not None and said_while(models, pid) == expected, who
-            end = time.monotonic() + 120
-            while pid_on(models.cores().get(who, cores[who])) in (pid, None) or not drafts(models, "chat"):
-                assert time.monotonic() < end, models.statistics("chat")
+            until(lambda: pid_on(models.cores().get(who, cores[who])) not in (pid, None) and drafts(models, "chat"))  # noqa: B023
         for wrong, kind, says in (
             (("chat", [[10**6]]), PromptError, "vocabulary"),
             (("x", PROMPTS), ConfigurationError, "got 'x'"),
@@ -140,10 +138,7 @@ def test_a_tensor_parallel_target_dies_with_its_ranks_and_recovers(cluster: Clus
         ranks = ranks_of(pid)
         assert len(ranks) == 1
         assert said_while(models, ranks[0]) == expected
-        end = time.monotonic() + 120
-        while any(Path(f"/proc/{process}").exists() for process in (pid, *ranks)):
-            assert time.monotonic() < end
-            time.sleep(0.1)
+        until(lambda: not any(Path(f"/proc/{process}").exists() for process in (pid, *ranks)), pause_s=0.1)
 
 
 def test_a_model_that_cannot_be_loaded_is_reported_and_nothing_is_left(cluster: Cluster, workshop: Workshop) -> None:
@@ -170,9 +165,7 @@ def test_a_task_of_a_worker_does_not_inherit_its_cores(cluster: Cluster) -> None
 
 
 @pytest.mark.full
-def test_a_draft_on_another_node_is_called_over_tcp_and_may_be_lost_with_it(
-    cluster: Cluster, workshop: Workshop
-) -> None:
+def test_a_draft_on_another_node_is_called_over_tcp_and_may_be_lost(cluster: Cluster, workshop: Workshop) -> None:
     """Cores for a target on one node and for its draft on another: only a group that may be split fits."""
     apart = planned(entry(workshop, "chat", tp_degree=4), entry(workshop, "chat-draft", "draft", draft_of="chat"))
     expected = wanted(workshop, PROMPTS, **ASKED)
@@ -191,10 +184,12 @@ def test_a_draft_on_another_node_is_called_over_tcp_and_may_be_lost_with_it(
             pid = pid_on(cores["chat-draft"], other.node_id)
             assert pid is not None
             os.kill(pid, signal.SIGKILL)
-            end = time.monotonic() + 120
-            while pid_on(cores["chat-draft"], other.node_id) in (pid, None) or not drafts(models, "chat"):
+
+            def drafts_again() -> bool:
                 assert models.sample("chat", PROMPTS, **ASKED) == expected
-                assert time.monotonic() < end, models.statistics("chat")["drafter_health"]
+                return pid_on(cores["chat-draft"], other.node_id) not in (pid, None) and drafts(models, "chat")
+
+            until(drafts_again)
     finally:
         ray.util.remove_placement_group(blocked)
         if other in cluster.worker_nodes:

@@ -26,8 +26,9 @@ from paceline.placement.remote.messages import Handshake
 from paceline.placement.remote.reconnect import DrafterEndpoint
 from paceline.placement.remote.server import UnpooledDrafters
 from tests.fakes import Checked, TableDecoder
-from tests.placement.faulty import DRAFT, FAULTS, SECRET, TARGET, Faulty, Forked, V, serving, working_ahead
+from tests.placement.faulty import DRAFT, FAULTS, SECRET, TARGET, Faulty, Forked, V, drafter, serving, working_ahead
 from tests.sampled import run, texts
+from tests.waiting import until
 
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5], [3, 5, 8, 9, 7, 9, 3, 2, 3]]
 SAMPLED = {"do_sample": True, "temperature": 1.2, "top_p": 0.95}
@@ -71,9 +72,8 @@ def wanted(prompts: list[list[int]], **asked: object) -> list[list[int]]:
 @pytest.mark.parametrize("slots", [1, 4])
 @pytest.mark.parametrize("asked", [{}, {**SAMPLED, "seed": 3}])
 def test_a_remote_drafter_equals_a_local_one(tmp_path: Path, stack: ExitStack, slots: int, asked: dict) -> None:
-    draft = stack.enter_context(
-        closing(remote(stack.enter_context(closing(Forked(tmp_path))), slots=slots, timeouts=PATIENT))
-    )
+    forked = stack.enter_context(closing(Forked(tmp_path)))
+    draft = stack.enter_context(closing(remote(forked, slots=slots, timeouts=PATIENT)))
     calm = {"max_new_tokens": 30, **asked}
     there = run(Checked(draft, target(slots)), PROMPTS, **calm)
     here = run(Checked(TableDecoder(DRAFT, slots=slots), target(slots)), PROMPTS, **calm)
@@ -81,10 +81,8 @@ def test_a_remote_drafter_equals_a_local_one(tmp_path: Path, stack: ExitStack, s
     health = there.statistics.drafter_health
     assert health is not None and health.state == "up" and health.faults == 0 and health.answered == health.asked > 0
     if slots == len(PROMPTS):  # one of them alone never proposes less than the other
-        assert (there.statistics.num_accepted_tokens, there.statistics.num_rounds) == (
-            here.statistics.num_accepted_tokens,
-            here.statistics.num_rounds,
-        )
+        counted = [(one.statistics.num_accepted_tokens, one.statistics.num_rounds) for one in (there, here)]
+        assert counted[0] == counted[1]
     assert there.statistics.num_accepted_tokens > 0
 
 
@@ -98,23 +96,15 @@ def test_proposals_of_any_length_are_sent_at_the_agreed_length(tmp_path: Path, s
 
 
 def test_a_remote_self_draft_is_always_accepted(tmp_path: Path, stack: ExitStack) -> None:
-    """Every row the process reads is the right one, after restarts too."""
-    supervisor = stack.enter_context(closing(Forked(tmp_path)))
-    draft = stack.enter_context(closing(remote(supervisor)))
-    for kill in (False, True):
-        if kill:
-            supervisor.signal(signal.SIGKILL)
-        done = run(SpeculativeGenerator(draft, target()), [PROMPTS[3]], max_new_tokens=21)
-        assert texts(done) == wanted([PROMPTS[3]], max_new_tokens=21)
-        revived(draft)
+    draft = served(tmp_path, stack, lambda hello: drafter(hello.slots, 4, TARGET), timeouts=PATIENT)
+    done = run(SpeculativeGenerator(draft, target()), [PROMPTS[3]], max_new_tokens=21)
+    assert texts(done) == wanted([PROMPTS[3]], max_new_tokens=21)
+    assert done.statistics.num_accepted_tokens == done.statistics.num_draft_tokens > 0
 
 
 def revived(draft: RemoteDrafter) -> None:
     """Wait until there is a process again; an answer that is overdue is looked at in the next round only."""
-    end = time.monotonic() + 120
-    while draft.health.state == "down":
-        assert time.monotonic() < end, draft.health
-        time.sleep(0.01)
+    until(lambda: draft.health.state != "down", what=lambda: draft.health)
 
 
 @pytest.mark.full
@@ -207,10 +197,9 @@ def test_a_permanently_failing_drafter_is_not_an_error(tmp_path: Path, stack: Ex
     one = torch.ones(1, dtype=torch.int32)
     commit = Commit(torch.tensor([[3, -1, -1, -1, -1]], dtype=torch.int32), one, 2 * one)
     draft.update(commit)
+    sampling, limits = sampling_tensors([Sampling()]), RoundLimits([4], 3)
     for _ in range(1100):
-        assert draft.propose(
-            commit, sampling_tensors([Sampling()]), RoundLimits((4 * one).tolist(), 3)
-        ).tokens.tolist() == [[-1] * 4]
+        assert draft.propose(commit, sampling, limits).tokens.tolist() == [[-1] * 4]
     assert draft.health.failed == 1100
 
 

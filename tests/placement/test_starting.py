@@ -6,9 +6,6 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-
-pytest.importorskip("ray")
-
 import ray
 
 from paceline.core.errors import CheckpointError, WorkerError

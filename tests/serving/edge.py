@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -156,6 +157,18 @@ def client_of(app: FastAPI, key: str = "none") -> Iterator[openai.OpenAI]:
         openai.OpenAI(base_url=f"{address}/v1", api_key=key, max_retries=0, timeout=60) as client,
     ):
         yield client
+
+
+def messages_of(app: FastAPI, receive: Callable[[], Awaitable[Any]]) -> list[Any]:
+    """Messages of an application to a POST of /v1/completions, without a server between."""
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
+    asyncio.run(app(scope | {"raw_path": b"/v1/completions", "root_path": ""}, receive, send))
+    return sent
 
 
 def texts(chunks: Sequence[Any]) -> str:

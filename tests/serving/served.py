@@ -53,11 +53,6 @@ def process(name: str) -> int:
     return until(lambda: running().get(name, 0), 90, what=f"{name} is not back", pause_s=0.05)
 
 
-def lines_of(folder: Path, names: str) -> list[str]:
-    """Contents of the files with such names."""
-    return [line for file in folder.glob(names) for line in file.read_text().splitlines()]
-
-
 def replica(model: str) -> Any:
     """The handle of a model's deployment."""
     return serve.get_deployment_handle(f"model-{model}", "paceline")
@@ -140,11 +135,9 @@ def statuses(client: openai.OpenAI, model: str) -> list[int]:
 @contextmanager
 def served(groups: Sequence[ReplicaGroupPlan], *, by_proxy: bool = False) -> Iterator[openai.OpenAI]:
     """A client of it, while it is served, as `paceline serve` does it: ``by_proxy`` in a cluster that it joined."""
+    draft_timeouts = DraftTimeouts(reply_timeout_s=2)
     fault_policy = FaultPolicy(
-        startup_timeout_s=90,
-        stall_timeout_s=30,
-        placement_timeout_s=20,
-        draft_timeouts=DraftTimeouts(reply_timeout_s=2),
+        startup_timeout_s=90, stall_timeout_s=30, placement_timeout_s=20, draft_timeouts=draft_timeouts
     )
     with ListeningSocket("127.0.0.1", 0) as listening:
         port, handover = listening.port, listening.handover

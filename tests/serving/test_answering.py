@@ -6,14 +6,12 @@ import asyncio
 from typing import Any
 
 import pytest
-
-pytest.importorskip("fastapi")
-
 from starlette.requests import Request
 
 from paceline.serving.api import EventStream, answer
 from paceline.serving.openai.requests import CompletionRequest
 from paceline.serving.router import Item, RequestContext, StreamChunk, StreamStart
+from tests.waiting import in_loop
 
 GENERATION = CompletionRequest(model="m", prompt="x", stream=True)
 
@@ -58,33 +56,28 @@ class Client:
 
 
 @pytest.mark.parametrize("soon", [True, False])
-def test_the_response_head_is_sent_with_early_first_events(soon: bool) -> None:
+@in_loop
+async def test_the_response_head_is_sent_with_early_first_events(soon: bool) -> None:
     """Ray Serve makes one message of items sent without a pause. If nothing follows, the head is sent separately."""
-
-    async def work() -> list[tuple[str, bytes, int]]:
-        source = Slowly(StreamStart(1), *([StreamChunk(b"a", (1,))] if soon else []))
-        client = Client(source)
-        made = await client.answer()
-        running = asyncio.create_task(made(client.scope, client.receive, client.send))
-        while not client.sent:
-            await asyncio.sleep(0.002)
-        source.let.put_nowait(StreamChunk(b"b", (2,), last=True))
-        await running
-        return client.sent
-
-    sent = asyncio.run(work())
+    source = Slowly(StreamStart(1), *([StreamChunk(b"a", (1,))] if soon else []))
+    client = Client(source)
+    made = await client.answer()
+    running = asyncio.create_task(made(client.scope, client.receive, client.send))
+    while not client.sent:
+        await asyncio.sleep(0.002)
+    source.let.put_nowait(StreamChunk(b"b", (2,), last=True))
+    await running
+    sent = client.sent
     assert sent == ([("start", b"", 2), ("body", b"a", 2)] if soon else [("start", b"", 1)]) + [
         ("body", b"b", 3 if soon else 2)
     ]
 
 
-def test_a_failure_before_the_first_event_has_a_head() -> None:
-    async def work() -> list[tuple[str, bytes, int]]:
-        client = Client(Slowly(StreamStart(1)))
-        made = await client.answer()
-        made._source._deadline = 0.0  # it is over when the first event could go
-        await made(client.scope, client.receive, client.send)
-        return client.sent
-
-    head, failure = asyncio.run(work())
+@in_loop
+async def test_a_failure_before_the_first_event_has_a_head() -> None:
+    client = Client(Slowly(StreamStart(1)))
+    made = await client.answer()
+    made._source._deadline = 0.0  # it is over when the first event could go
+    await made(client.scope, client.receive, client.send)
+    head, failure = client.sent
     assert head[0] == "start" and failure[0] == "body" and b"deadline_exceeded" in failure[1]

@@ -22,99 +22,56 @@ STREAM = {"stream": True, "stream_options": {"include_usage": True}}
 
 CHATS: dict[str, dict[str, Any]] = {
     "Open WebUI": {
-        **STREAM,
-        "messages": [SYSTEM, USER],
-        "temperature": 0.8,
-        "top_p": 0.9,
-        "max_tokens": 128,
-        "frequency_penalty": 0.1,
-        "seed": 1,
-        "stop": ["###"],
+        **STREAM, "messages": [SYSTEM, USER], "temperature": 0.8, "top_p": 0.9, "max_tokens": 128,
+        "frequency_penalty": 0.1, "seed": 1, "stop": ["###"],
     },
     "Open WebUI, goes on": {
-        **STREAM,
-        "messages": [USER, {"role": "assistant", "content": "Well", "reasoning_content": "hm"}, USER],
+        **STREAM, "messages": [USER, {"role": "assistant", "content": "Well", "reasoning_content": "hm"}, USER],
         "reasoning_effort": "low",
     },
     "LangChain, streamed": {
-        **STREAM,
-        "messages": [PARTS],
-        "max_completion_tokens": 64,
-        "logprobs": True,
-        "top_logprobs": 2,
+        **STREAM, "messages": [PARTS], "max_completion_tokens": 64, "logprobs": True, "top_logprobs": 2,
     },
     "LangChain, tools": {"messages": [USER], "tools": [TOOL], "parallel_tool_calls": False, "tool_choice": "auto"},
     "LangChain, results": {
         "messages": [
-            USER,
-            {"role": "assistant", "content": None, "tool_calls": [CALL]},
+            USER, {"role": "assistant", "content": None, "tool_calls": [CALL]},
             {"role": "tool", "content": "12", "tool_call_id": "call_1"},
         ],
         "tools": [TOOL],
     },
     "LlamaIndex, tools": {
         "messages": [
-            USER,
-            {"role": "assistant", "content": "", "tool_calls": [CALL], "refusal": None},
+            USER, {"role": "assistant", "content": "", "tool_calls": [CALL], "refusal": None},
             {"role": "tool", "name": "weather", "content": [{"type": "text", "text": "12"}], "tool_call_id": "call_1"},
         ],
-        "tools": [{"type": "function", "function": {**FUNCTION, "strict": None}}],
-        "tool_choice": "auto",
-        "parallel_tool_calls": True,
-        "temperature": 0.1,
-        "stream": True,
+        "tools": [{"type": "function", "function": {**FUNCTION, "strict": None}}], "tool_choice": "auto",
+        "parallel_tool_calls": True, "temperature": 0.1, "stream": True,
     },
     "aider, whole": {
-        "messages": [SYSTEM, PARTS],
-        "temperature": 0,
-        "stream": False,
-        "max_tokens": 64,
-        "extra_body": None,
+        "messages": [SYSTEM, PARTS], "temperature": 0, "stream": False, "max_tokens": 64, "extra_body": None,
         "user": "aider",
     },
     "Continue, an edit": {
-        "messages": [USER],
-        "stream": True,
-        "max_tokens": 512,
+        "messages": [USER], "stream": True, "max_tokens": 512,
         "prediction": {"type": "content", "content": "def f():\n    return 1\n"},
     },
     "client's own message": {
         "messages": [
-            USER,
-            {
-                "role": "assistant",
-                "content": "y",
-                "refusal": None,
-                "annotations": [],
-                "audio": None,
-                "function_call": None,
-                "tool_calls": None,
-            },
-            USER,
+            USER, {"role": "assistant", "content": "y", "refusal": None, "annotations": [], "audio": None,
+                   "function_call": None, "tool_calls": None}, USER,
         ]
     },
-}
+}  # fmt: skip
 COMPLETIONS: dict[str, dict[str, Any]] = {
     "LangChain": {
-        "prompt": ["x"],
-        "temperature": 0.7,
-        "top_p": 1,
-        "frequency_penalty": 0,
-        "presence_penalty": 0,
-        "n": 1,
-        "max_tokens": 256,
-        "seed": None,
-        "logprobs": None,
+        "prompt": ["x"], "temperature": 0.7, "top_p": 1, "frequency_penalty": 0, "presence_penalty": 0, "n": 1,
+        "max_tokens": 256, "seed": None, "logprobs": None,
     },
     "lm-eval": {
-        "prompt": [[5, 6, 7], [8, 9]],
-        "max_tokens": 1,
-        "temperature": 0,
-        "logprobs": 1,
-        "seed": 1234,
-        "echo": True,
+        "prompt": [[5, 6, 7], [8, 9]], "max_tokens": 1, "temperature": 0, "logprobs": 1, "seed": 1234, "echo": True,
     },
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -75,7 +75,9 @@ def test_responses_and_events_parse_with_client_types(client: httpx.Client, body
     assert [shape(item) for item in whole["output"]] == [shape(item) for item in last["output"]]
     assert (whole["usage"], whole["status"]) == (last["usage"], last["status"])
     done = [one["item"] for one in sent if one["type"] == "response.output_item.done"]
-    assert done == last["output"]
+    assert done == last["output"] and [one["sequence_number"] for one in sent] == list(range(len(sent)))
+    parts = [part["text"] for item in done if item["type"] == "message" for part in item["content"]]
+    assert "".join(one["delta"] for one in sent if one["type"] == "response.output_text.delta") == "".join(parts)
 
 
 def shape(item: dict[str, Any]) -> dict[str, Any]:
@@ -174,6 +176,7 @@ def test_token_bytes_join_to_the_text(client: httpx.Client) -> None:
     content = body["choices"][0]["logprobs"]["content"]
     assert bytes(byte for token in content for byte in token["bytes"]).decode() == SAYS["parts"]
     assert all(token["top_logprobs"][0]["bytes"] == token["bytes"] for token in content)
+    assert {len(token["top_logprobs"]) for token in content} == {3}
     done = post(client, "/completions", {"prompt": "parts", "logprobs": 3, "max_tokens": 60})["choices"][0]["logprobs"]
     assert all(len(top) == 3 and name in top for name, top in zip(done["tokens"], done["top_logprobs"], strict=True))
     named = [token.startswith("bytes:") for token in done["tokens"]]

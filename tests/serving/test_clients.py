@@ -75,13 +75,9 @@ def test_llm_runs_on_the_command_line(python: str, address: str, tmp_path: Path)
 # ---- lm-eval
 
 CHOICES = {
-    "output_type": "multiple_choice",
-    "doc_to_text": "{{question}}",
-    "doc_to_choice": "{{choices}}",
-    "doc_to_target": 0,
-    "target_delimiter": "",
-    "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
-}
+    "output_type": "multiple_choice", "doc_to_text": "{{question}}", "doc_to_choice": "{{choices}}", "doc_to_target": 0,
+    "target_delimiter": "", "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+}  # fmt: skip
 WRITING = {
     "output_type": "generate_until",
     "doc_to_text": "{{question}}",

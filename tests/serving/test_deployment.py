@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
+from pickle import dumps
 from typing import Any
 
 import pytest
-
-pytest.importorskip("ray")
 
 from paceline.core.errors import CheckpointError, PromptError, QueueFullError, TargetLostError
 from paceline.engine.request import SamplingParams
@@ -24,6 +23,7 @@ from paceline.workers.shared_engine import SharedEngine
 from tests.placement.wishes import model
 from tests.serving.edge import card
 from tests.serving.test_edge_engine import generator, items, server
+from tests.waiting import in_loop
 
 PROMPTS = ((3, 1, 4, 1, 5), (9, 2))
 
@@ -40,50 +40,35 @@ def texts(chunks: Sequence[StreamChunk]) -> dict[int, list[int]]:
     return found
 
 
-def test_outputs_equal_the_generators_and_continue_at_another_server() -> None:
+@in_loop
+async def test_outputs_equal_the_generators_and_continue_at_another_server() -> None:
     asked = request()
     alone = generator().sample([list(prompt) for prompt in PROMPTS], params=asked.params, return_dict=True)
     ends = zip(alone.sequences, alone.lengths, PROMPTS, strict=True)  # type: ignore[union-attr]
     expected = {index: row[len(prompt) : size].tolist() for index, (row, size, prompt) in enumerate(ends)}
-
-    async def work() -> None:
-        first, second = server(), server()
-        chunks = await items(first, asked)
-        assert texts(chunks) == expected and chunks[-1].sent == tuple(map(len, expected.values()))
-        reasons = [one.finish_reason for chunk in chunks for one in read_outputs(chunk.data) if one.finish_reason]
-        assert len(reasons) == 2
-        for cut in range(1, len(chunks)):
-            rest = await items(second, asked, chunks[cut - 1].sent)
-            assert texts([*chunks[:cut], *rest]) == expected
-
-    asyncio.run(work())
+    first, second = server(), server()
+    chunks = await items(first, asked)
+    assert texts(chunks) == expected and chunks[-1].sent == tuple(map(len, expected.values()))
+    reasons = [one.finish_reason for chunk in chunks for one in read_outputs(chunk.data) if one.finish_reason]
+    assert len(reasons) == 2
+    for cut in range(1, len(chunks)):
+        rest = await items(second, asked, chunks[cut - 1].sent)
+        assert texts([*chunks[:cut], *rest]) == expected
 
 
 def test_scores_of_sent_tokens_are_omitted() -> None:
-    async def work() -> None:
-        made, asked = server(), request(output_scores=True)
-        chunks = await items(made, asked)
-        rest = await items(made, asked, (7, 3))
-        scores = [[one.logprobs for chunk in part for one in read_outputs(chunk.data)] for part in (chunks, rest)]
-        assert sum(map(len, scores[0])) - sum(map(len, scores[1])) == 10
-
-    asyncio.run(work())
+    made, asked = server(), request(output_scores=True)
+    chunks, rest = (asyncio.run(items(made, asked, sent)) for sent in ((), (7, 3)))
+    scores = [[one.logprobs for chunk in part for one in read_outputs(chunk.data)] for part in (chunks, rest)]
+    assert sum(map(len, scores[0])) - sum(map(len, scores[1])) == 10
 
 
-def test_a_model_without_a_tokenizer_accepts_only_ids() -> None:
+@in_loop
+async def test_a_model_without_a_tokenizer_accepts_only_ids() -> None:
     made = generator()
-    bare = ModelServer(
-        NoTokenizer(CheckpointError("there is none")),
-        SharedEngine(made),
-        made.limits,
-        card=card(),
-    )
-
-    async def work() -> list[Item]:
-        assert await items(bare, request())
-        return [item async for item in bare.stream(request(stop_strings="x"), RequestContext.new())]
-
-    *_, failed = asyncio.run(work())
+    bare = ModelServer(NoTokenizer(CheckpointError("there is none")), SharedEngine(made), made.limits, card=card())
+    assert await items(bare, request())
+    *_, failed = [item async for item in bare.stream(request(stop_strings="x"), RequestContext.new())]
     assert isinstance(failed, Failed) and isinstance(failed.cause, CheckpointError)
 
 
@@ -109,8 +94,6 @@ def stream(loop: asyncio.AbstractEventLoop, *said: Item, waits: bool = False) ->
 
 
 def chunk(index: int, *tokens: int, last: bool = False) -> StreamChunk:
-    from pickle import dumps
-
     return StreamChunk(dumps(RequestOutput(index, tokens, 0)), (), last)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from paceline.serving.model_server import sampling_params
 from paceline.serving.openai.requests import ChatRequest
-from tests.serving.edge import ScriptedEngine, chat_tokenizer, client_of, scripted, texts
+from tests.serving.edge import ScriptedEngine, chat_tokenizer, client_of, messages_of, scripted, texts
 from tests.waiting import until
 
 CALLS = (
@@ -111,11 +111,11 @@ def test_tool_calls_are_parsed(client: openai.OpenAI, served: tuple[openai.OpenA
     assert (second.function.name, json.loads(second.function.arguments)) == ("add", {"a": 1})
     assert first.id != second.id
     assert ask(client, "tool").choices[0].message.content == SAYS["tool"]  # nobody asked for tools
-    back = [
-        choice.message.model_dump(exclude_none=True),
-        {"role": "tool", "tool_call_id": first.id, "content": "plain"},
-    ]
-    answer = client.chat.completions.create(model="m", messages=[{"role": "user", "content": "?"}, *back], tools=TOOLS)
+    (broken,) = ask(client, "broken", tools=TOOLS).choices  # an invalid call stays text
+    assert (broken.message.content, broken.message.tool_calls, broken.finish_reason) == (SAYS["broken"], None, "stop")
+    back = [{"role": "user", "content": "?"}, choice.message.model_dump(exclude_none=True)]
+    back.append({"role": "tool", "tool_call_id": first.id, "content": "plain"})
+    answer = client.chat.completions.create(model="m", messages=back, tools=TOOLS)
     assert answer.choices[0].message.content == SAYS["plain"]
     prompt = served[1].tokenizer.decode(list(served[1].calls[-1].requests[0].prompt))
     assert prompt.startswith("[tools]weather add") and 'weather {"city"' in prompt
@@ -124,26 +124,19 @@ def test_tool_calls_are_parsed(client: openai.OpenAI, served: tuple[openai.OpenA
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("said", ["tool", "called"])
 def test_a_response_of_one_tool_call_ends_with_it(
-    client: openai.OpenAI,
-    served: tuple[openai.OpenAI, ScriptedEngine],
-    said: str,
-    stream: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    served: tuple[openai.OpenAI, ScriptedEngine], said: str, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens that the model would write after it are neither waited for nor counted, and its slots are free."""
-    engine, asked = served[1], {"tools": TOOLS, "parallel_tool_calls": False, "n": 2, "stream": stream}
+    (client, engine), asked = served, {"tools": TOOLS, "parallel_tool_calls": False, "n": 2, "stream": stream}
     monkeypatch.setattr(engine, "in_turn", True)
     before = len(engine.ended)
-    if stream:
-        chunks = list(ask(client, said, **asked, stream_options={"include_usage": True}))
-        usage, reasons = chunks[-1].usage, [choice.finish_reason for chunk in chunks for choice in chunk.choices]
-        assert [reason for reason in reasons if reason] == ["tool_calls"] * 2
-    else:
-        answer = ask(client, said, **asked)
-        usage = answer.usage
-        assert [choice.finish_reason for choice in answer.choices] == ["tool_calls"] * 2
+    options = {"stream_options": {"include_usage": True}} if stream else {}
+    found = ask(client, said, **asked, **options)
+    parts = list(found) if stream else [found]
+    reasons = [choice.finish_reason for part in parts for choice in part.choices if choice.finish_reason]
+    assert reasons == ["tool_calls"] * 2
     first = SAYS[said].index("</tool_call>") + len("</tool_call>")
-    assert usage.completion_tokens == 2 * len(engine.tokenizer.encode(SAYS[said][:first]))
+    assert parts[-1].usage.completion_tokens == 2 * len(engine.tokenizer.encode(SAYS[said][:first]))
     ticket = engine.calls[-1].ticket
     assert (ticket, 0) in engine.left  # while the other choice was written
     # Its generator is closed after the last byte of the answer.
@@ -173,11 +166,6 @@ def test_tool_calls_are_streamed_incrementally(client: openai.OpenAI) -> None:
     assert texts(chunks) == "Let me see. " and chunks[-1].choices[0].finish_reason == "tool_calls"
 
 
-def test_an_invalid_tool_call_stays_text(client: openai.OpenAI) -> None:
-    (choice,) = ask(client, "broken", tools=TOOLS).choices
-    assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (SAYS["broken"], None, "stop")
-
-
 def test_markers_that_are_special_tokens_are_found() -> None:
     """Mistral's markers are not text for a tokenizer that leaves out special tokens, as responses do with all
     others.
@@ -202,9 +190,7 @@ def test_markers_that_are_special_tokens_are_found() -> None:
 
 
 @pytest.mark.parametrize(("asked", "thought", "answer"), [("think", "\nhmm, 2 < 3\n", "Two."), ("plain", None, None)])
-def test_reasoning_is_separated_from_the_answer(
-    client: openai.OpenAI, asked: str, thought: str | None, answer: str | None
-) -> None:
+def test_reasoning_is_separated(client: openai.OpenAI, asked: str, thought: str | None, answer: str | None) -> None:
     message = ask(client, asked).choices[0].message
     assert (message.model_extra.get("reasoning"), message.content) == (thought, answer or SAYS[asked])
     chunks = list(ask(client, asked, stream=True))
@@ -226,16 +212,6 @@ def test_completions_stop_echo_and_count(client: openai.OpenAI) -> None:
     assert (cut.choices[0].finish_reason, cut.usage.completion_tokens) == ("length", 4)  # type: ignore[union-attr]
 
 
-def test_responses_are_streamed_as_events(client: openai.OpenAI) -> None:
-    whole = client.responses.create(model="m", input="think", instructions="be brief")
-    assert [item.type for item in whole.output] == ["reasoning", "message"]
-    events = list(client.responses.create(model="m", input="think", stream=True))
-    assert [event.sequence_number for event in events] == list(range(len(events)))
-    last: Any = events[-1]
-    assert last.type == "response.completed" and last.response.output_text == "Two."
-    assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == "Two."
-
-
 def test_responses_make_function_calls(client: openai.OpenAI) -> None:
     tools: Any = [{"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": False}]
     with client.responses.stream(model="m", input="tool", tools=tools) as stream:
@@ -252,21 +228,20 @@ def test_responses_make_function_calls(client: openai.OpenAI) -> None:
 
 
 def test_tokenize_and_detokenize_round_trip(client: openai.OpenAI) -> None:
-    found: Any = client.post("/../tokenize", body={"model": "m", "prompt": "h\u00e9"}, cast_to=object)
+    def post(path: str, **body: Any) -> Any:
+        return client.post(f"/../{path}", body={"model": "m", **body}, cast_to=object)
+
+    found = post("tokenize", prompt="h\u00e9")
     assert found["count"] == len(found["tokens"]) == 2
-    back: Any = client.post("/../detokenize", body={"model": "m", "tokens": found["tokens"]}, cast_to=object)
-    assert back == {"prompt": "h\u00e9"}
-    chat: Any = client.post(
-        "/../tokenize", body={"model": "m", "messages": [{"role": "user", "content": "a"}]}, cast_to=object
-    )
-    shown: Any = client.post("/../detokenize", body={"model": "m", "tokens": chat["tokens"]}, cast_to=object)
-    assert shown == {"prompt": "[user]a[assistant]"}
+    assert post("detokenize", tokens=found["tokens"]) == {"prompt": "h\u00e9"}
+    chat = post("tokenize", messages=[{"role": "user", "content": "a"}])
+    assert post("detokenize", tokens=chat["tokens"]) == {"prompt": "[user]a[assistant]"}
 
 
 def test_the_finish_reason_is_sent_with_the_last_chunk() -> None:
     """Between Ray Serve's processes every piece is a message, and an empty one costs as much as any other."""
     app, _, _ = scripted(say)
-    body, sent = {"model": "m", "prompt": "plain", "stream": True}, list[dict[str, Any]]()
+    body = {"model": "m", "prompt": "plain", "stream": True}
     asked = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
 
     async def receive() -> dict[str, Any]:
@@ -274,11 +249,7 @@ def test_the_finish_reason_is_sent_with_the_last_chunk() -> None:
             await asyncio.sleep(60)  # the client waits for its answer
         return asked.pop()
 
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
-    asyncio.run(app(scope | {"raw_path": b"/v1/completions", "root_path": ""}, receive, send))
+    sent = messages_of(app, receive)
     assert [one["type"] for one in sent] == ["http.response.start"] + ["http.response.body"] * (len(sent) - 1)
     assert [one["more_body"] for one in sent[1:]] == [True] * (len(sent) - 2) + [False]
     assert all(one["body"] for one in sent[1:]) and sent[-1]["body"].endswith(b"data: [DONE]\n\n")

@@ -44,22 +44,11 @@ OTHERS: dict[str, dict[str, Any]] = {  # what a field goes with
     "tool_choice": {"tools": [{"type": "function", "function": {"name": "x"}}]},
 }  # fmt: skip
 CROSS = (  # what no schema of one field says
-    "json_schema: expected type",
-    "one of json, regex",
-    "continuous_usage_stats: expected",
-    "expected a function in tools",
-    "has no effect on",
-    "expected either prompt",
-    "an item of type",
-    "best_of",
-    "strict: true of",
-    "unless the message has tool_calls",
-    "an empty list",
-    "logit_bias: expected token ids",
-    "structured_outputs",
-    "omit one of them",
-    "one item that the model reads",
-)
+    "json_schema: expected type", "one of json, regex", "continuous_usage_stats: expected",
+    "expected a function in tools", "has no effect on", "expected either prompt", "an item of type", "best_of",
+    "strict: true of", "unless the message has tool_calls", "an empty list", "logit_bias: expected token ids",
+    "structured_outputs", "omit one of them", "one item that the model reads",
+)  # fmt: skip
 
 
 def values(schema: dict[str, Any], depth: int = 0) -> list[Any]:
@@ -214,14 +203,10 @@ def served(workshop: Workshop) -> Iterator[Service]:
 
 
 @MADE_UP.parametrize()
-@settings(max_examples=8, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, suppress_health_check=list(HealthCheck))
 def test_no_request_ends_in_a_server_error(case: schemathesis.Case, served: Service) -> None:
-    """503 is the answer of a model that an operator has unloaded, which such requests do, too."""
+    """503 is the answer of a model that an operator has unloaded, as such requests do: it may be asked again."""
     response = case.call(base_url=served.address, headers={"authorization": f"Bearer {KEY}"})
-    assert response.status_code < 500 or _is_told(response), response.text
-    assert response.status_code != 422, "the framework's own errors are no error objects"
-
-
-def _is_told(response: Any) -> bool:
-    """Whether a client learns that it may ask again."""
-    return response.status_code == 503 and "retry-after" in response.headers and "error" in response.json()
+    assert response.status_code < 500 or (response.status_code == 503 and "retry-after" in response.headers)
+    if response.status_code >= 400:
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}, response.text

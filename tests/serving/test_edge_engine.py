@@ -18,14 +18,7 @@ from paceline.draft_spec import DraftSpec, parse_draft
 from paceline.engine.request import Request
 from paceline.serving.api import create_app
 from paceline.serving.metrics import MetricSet
-from paceline.serving.model_server import (
-    ChatFormat,
-    LocalRouter,
-    ModelServer,
-    RequestPrompts,
-    chat_prompts,
-    sampling_params,
-)
+from paceline.serving.model_server import ChatFormat, LocalRouter, ModelServer, chat_prompts, sampling_params
 from paceline.serving.openai.fields import read_body
 from paceline.serving.openai.requests import ChatRequest, CompletionRequest, ResponsesRequest
 from paceline.serving.router import Failed, GenerationRequest, RequestContext, StreamChunk, StreamStart
@@ -37,6 +30,7 @@ from tests.fakes import TableDecoder, near, table
 from tests.serving.edge import TEMPLATE, card, client_of
 from tests.serving.replicas import BareReplica
 from tests.serving.small_vocabulary import letters
+from tests.waiting import in_loop
 
 TOKENIZER = letters(TEMPLATE)
 V = len(TOKENIZER)
@@ -92,21 +86,17 @@ def test_a_request_names_a_drafter_of_the_choice() -> None:
 
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_the_text_is_the_same_in_every_mode(client: openai.OpenAI, temperature: float) -> None:
-    modes = ({}, {"enabled": False}, {"k": 0}, {"k": 1}, {"k": 2})
-    found = [
-        complete(client, temperature=temperature, extra_body={"speculative": mode, "ignore_eos": True})
-        for mode in modes
-    ]
+    asked = [{"speculative": one, "ignore_eos": True} for one in ({}, {"enabled": False}, {"k": 0}, {"k": 1}, {"k": 2})]
+    found = [complete(client, temperature=temperature, extra_body=one) for one in asked]
     assert len({one.choices[0].text for one in found}) == 1 and found[0].usage.completion_tokens == 60
     drafted = [((one.model_extra.get("metrics") or {}).get("speculative_decoding") or {}) for one in found]
     assert [max(one.get("per_step_drafted", [0])) for one in drafted] == [3, 0, 0, 1, 2]
     params = {"max_new_tokens": 60, "seed": 5, "do_sample": temperature > 0, "temperature": 1.0, "ignore_eos": True}
-    made = generator()
-    offline: Any = made.sample([TOKENIZER.encode("abc")], return_dict=True, **params)
+    offline: Any = generator().sample([TOKENIZER.encode("abc")], return_dict=True, **params)
     assert found[0].choices[0].text == TOKENIZER.decode(offline.sequences[0, 3:], skip_special_tokens=True)
-    assert drafted[0]["num_draft_tokens"] == offline.statistics.num_draft_tokens > 0
-    assert drafted[0]["num_accepted_draft_tokens"] == offline.statistics.num_accepted_tokens > 0
-    assert drafted[0]["num_spec_steps"] == offline.statistics.num_drafts
+    own, names = offline.statistics, ("num_draft_tokens", "num_accepted_draft_tokens", "num_spec_steps")
+    assert [drafted[0][name] for name in names] == [own.num_draft_tokens, own.num_accepted_tokens, own.num_drafts]
+    assert own.num_accepted_tokens > 0
 
 
 def test_n_samples_of_one_seed_differ(client: openai.OpenAI) -> None:
@@ -114,23 +104,6 @@ def test_n_samples_of_one_seed_differ(client: openai.OpenAI) -> None:
     texts = [choice.text for choice in drawn.choices]
     assert len(set(texts)) == 4 and texts[0] == complete(client).choices[0].text
     assert drawn.usage.completion_tokens == 240
-
-
-def test_log_probabilities_have_both_formats(client: openai.OpenAI) -> None:
-    found = complete(client, logprobs=2, max_tokens=8).choices[0]
-    tokens = found.logprobs
-    assert "".join(tokens.tokens).replace("<e>", "") == found.text and len(tokens.token_logprobs) == 8
-    assert tokens.text_offset == [len("".join(tokens.tokens[:i])) for i in range(8)]
-    assert all(
-        len(top) == 2 and max(top.values()) >= own
-        for top, own in zip(tokens.top_logprobs, tokens.token_logprobs, strict=True)
-    )
-    chat = client.chat.completions.create(
-        model="m", messages=[{"role": "user", "content": "a"}], max_tokens=5, logprobs=True, top_logprobs=3, seed=5
-    )
-    content: Any = chat.choices[0].logprobs.content  # type: ignore[union-attr]
-    assert [len(one.top_logprobs) for one in content] == [3] * 5
-    assert "".join(one.token for one in content) == chat.choices[0].message.content
 
 
 def test_a_corrected_token_names_the_rejected_draft(client: openai.OpenAI) -> None:
@@ -182,23 +155,17 @@ def test_request_fields_reach_the_engine(client: openai.OpenAI, fields: dict[str
 
 def test_every_name_of_the_length_limit_is_accepted(client: openai.OpenAI) -> None:
     chat: Any = {"model": "m", "messages": [{"role": "user", "content": "a"}], "extra_body": {"ignore_eos": True}}
-    for fields, count in (
-        ({"max_tokens": 7}, 7),
-        ({"max_completion_tokens": 5}, 5),
-        ({"max_completion_tokens": 5, "max_tokens": 9}, 5),
-    ):
-        assert client.chat.completions.create(**chat, **fields).usage.completion_tokens == count
+    for fields in ({"max_tokens": 5}, {"max_completion_tokens": 5}, {"max_completion_tokens": 5, "max_tokens": 9}):
+        assert client.chat.completions.create(**chat, **fields).usage.completion_tokens == 5
     least = complete(client, extra_body={"min_tokens": 50}, logit_bias={"0": 100}, max_tokens=60)
     assert least.usage.completion_tokens in (50, 51), "its end is as likely as can be, and may not come earlier"
 
 
 NO_REASONING = {"chat_template_kwargs": {"no_reasoning": True}}
 SCHEMA = {
-    "type": "object",
-    "properties": {"a": {"enum": ["x", "yy"]}},
-    "required": ["a"],
-    "additionalProperties": False,
-}
+    "type": "object", "properties": {"a": {"enum": ["x", "yy"]}}, "required": ["a"], "additionalProperties": False,
+}  # fmt: skip
+TOOLS: Any = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("f", "g")]
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
@@ -225,12 +192,6 @@ def test_structured_responses_are_valid_and_equal_plain_decoding(client: openai.
 ANSWER = '{"a":"x"}'
 
 
-def chat_of(fields: dict[str, Any]) -> tuple[ChatRequest, RequestPrompts]:
-    body = {"model": "m", "messages": [{"role": "user", "content": "a"}], **fields}
-    request = read_body(ChatRequest, json.dumps(body).encode())
-    return request, chat_prompts(TOKENIZER, request, ChatFormat.of(TOKENIZER))
-
-
 @pytest.mark.parametrize(
     ("kwargs", "said", "possible"),
     [
@@ -246,7 +207,9 @@ def chat_of(fields: dict[str, Any]) -> tuple[ChatRequest, RequestPrompts]:
 def test_reasoning_may_precede_a_structured_response(kwargs: object, said: str, possible: bool) -> None:
     """The template marks the reasoning: the structured part begins after it."""
     form = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}
-    request, prompts = chat_of({"response_format": form, "chat_template_kwargs": kwargs})
+    body = {"model": "m", "messages": [{"role": "user", "content": "a"}], "response_format": form}
+    request = read_body(ChatRequest, json.dumps({**body, "chat_template_kwargs": kwargs}).encode())
+    prompts = chat_prompts(TOKENIZER, request, ChatFormat.of(TOKENIZER))
     params = sampling_params(request, TOKENIZER, prompts.reasoning)
     (asked,) = Request.batch(prompts.ids, params, generator().limits)
     assert asked.rules is not None and asked.rules.grammar is not None
@@ -255,16 +218,9 @@ def test_reasoning_may_precede_a_structured_response(kwargs: object, said: str, 
 
 
 def test_required_tool_calls_are_made(client: openai.OpenAI) -> None:
-    tools: Any = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("f", "g")]
+    fields: Any = {"model": "m", "messages": [{"role": "user", "content": "a"}], "tools": TOOLS, "max_tokens": 400}
     for choice, names in (("required", {"f", "g"}), ({"type": "function", "function": {"name": "g"}}, {"g"})):
-        chat = client.chat.completions.create(
-            model="m",
-            messages=[{"role": "user", "content": "a"}],
-            tools=tools,
-            tool_choice=choice,
-            max_tokens=400,
-            extra_body=NO_REASONING,
-        )  # type: ignore[call-overload]
+        chat = client.chat.completions.create(**fields, tool_choice=choice, extra_body=NO_REASONING)
         calls = chat.choices[0].message.tool_calls
         assert calls and {call.function.name for call in calls} <= names
         if chat.choices[0].finish_reason != "length":
@@ -276,11 +232,10 @@ def test_a_model_whose_template_has_no_tools_calls_by_a_grammar() -> None:
     tokenizer = letters("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]")
     engine = SharedEngine(generator(2048))
     made = ModelServer(tokenizer, engine, engine.generator.limits, card=card())
-    tools: Any = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("f", "g")]
     bracket = tokenizer.convert_tokens_to_ids("[")
     with client_of(create_app(LocalRouter({"m": made}), ApiSettings())) as client:
         for bias in (100, -100):
-            fields: Any = {"model": "m", "messages": [{"role": "user", "content": "a"}], "tools": tools, "seed": 5,
+            fields: Any = {"model": "m", "messages": [{"role": "user", "content": "a"}], "tools": TOOLS, "seed": 5,
                            "logit_bias": {bracket: bias}, "max_tokens": 300}  # fmt: skip
             ask: Any = client.chat.completions.create
             whole = ask(**fields)
@@ -298,13 +253,14 @@ def test_a_model_whose_template_has_no_tools_calls_by_a_grammar() -> None:
             assert "".join(call.function.arguments for call in calls) == streamed
             assert json.loads(calls[0].function.arguments)["a"] in ("x", "yy")
             response: Any = client.responses.create(
-                model="m", input="a", tools=[{"type": "function", **tools[0]["function"]}], max_output_tokens=9
+                model="m", input="a", tools=[{"type": "function", **TOOLS[0]["function"]}], max_output_tokens=9
             )
             assert response.model_extra["tool_call_format"] == "generic"
         nested = {"properties": {"a": {"$ref": "#/$defs/X"}}, "required": ["a"], "$defs": {"X": {"const": "x"}}}
-        tools[0]["function"]["parameters"] = {"type": "object", "additionalProperties": False, **nested}
+        function = {"name": "f", "parameters": {"type": "object", "additionalProperties": False, **nested}}
+        named = {"tools": [{"type": "function", "function": function}], "logit_bias": {bracket: 100}}
         for choice in ("auto", "required"):
-            made = ask(**fields | {"tools": tools[:1], "tool_choice": choice, "logit_bias": {bracket: 100}})
+            made = ask(**fields | named | {"tool_choice": choice})
             assert json.loads(made.choices[0].message.tool_calls[0].function.arguments) == {"a": "x"}
         structure = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"const": [1]}}}
         (choice,) = ask(**fields, response_format=structure).choices
@@ -342,24 +298,21 @@ async def items(
 
 @pytest.mark.parametrize("interval_s", [0.0, float("inf")], ids=["every round", "held"])
 @pytest.mark.parametrize(("kind", "fields"), BODIES)
-def test_another_server_continues_after_a_loss(kind: type[Any], fields: dict[str, object], interval_s: float) -> None:
+@in_loop
+async def test_another_server_continues(kind: type[Any], fields: dict[str, object], interval_s: float) -> None:
     """After any chunk: what was sent and what the other sends are the same stream, but for its cuts into events. What
     waited for its chunk when the first was lost was not sent, and comes from the other.
     """
     body = {"model": "m", "stream": True, "seed": 5, "stream_options": {"include_usage": True}, **fields}
     request = read_body(kind, json.dumps(body).encode())
-
-    async def work() -> None:
-        first, second = server(), server()
-        chunks = await items(first, request, interval_s=interval_s)
-        whole = contents(b"".join(chunk.data for chunk in chunks))
-        for cut in range(1, len(chunks)):
-            sent = b"".join(chunk.data for chunk in chunks[:cut])
-            rest = await items(second, request, chunks[cut - 1].sent)
-            assert contents(sent + b"".join(chunk.data for chunk in rest)) == whole
-            assert rest[-1].sent == chunks[-1].sent
-
-    asyncio.run(work())
+    first, second = server(), server()
+    chunks = await items(first, request, interval_s=interval_s)
+    whole = contents(b"".join(chunk.data for chunk in chunks))
+    for cut in range(1, len(chunks)):
+        sent = b"".join(chunk.data for chunk in chunks[:cut])
+        rest = await items(second, request, chunks[cut - 1].sent)
+        assert contents(sent + b"".join(chunk.data for chunk in rest)) == whole
+        assert rest[-1].sent == chunks[-1].sent
 
 
 def test_a_stream_with_an_interval_has_the_same_text() -> None:
@@ -381,27 +334,24 @@ def test_a_response_without_streaming_is_one_chunk() -> None:
     assert chunk.last and json.loads(chunk.data)["usage"]["completion_tokens"] == sum(chunk.sent)
 
 
-def test_a_draining_replica_accepts_no_requests() -> None:
+@in_loop
+async def test_a_draining_replica_accepts_no_requests() -> None:
     body = b'{"model": "m", "seed": 5, "prompt": "abc", "max_tokens": 8, "stream": true}'
     request = read_body(CompletionRequest, body)
     made = BareReplica(server())
-
-    async def work() -> None:
-        assert (await made.usage()).running == 1, "whoever had it loaded is about to use it"
-        stream = made.stream(request, CONTEXT)
-        await anext(stream)
-        assert (await made.usage()).running == 1 and not await made.leave(unless_used=True)
-        assert await made.leave(unless_used=False)
-        assert [one async for one in stream], "what is under way is answered"
-        assert (await made.usage()).running == 0 and await made.leave(unless_used=True)
-        (refused,) = [one async for one in made.stream(request, CONTEXT)]
-        assert isinstance(refused, Failed) and refused.lost, "another replica is asked, when there is one"
-        await made.stay()
-        begun, *rest = [one async for one in made.stream(request, CONTEXT)]
-        assert isinstance(begun, tuple) and [type(one) for one in begun] == [StreamStart, StreamChunk], "in one message"
-        assert begun[0].followed and rest and all(isinstance(one, StreamChunk) for one in rest)
-
-    asyncio.run(work())
+    assert (await made.usage()).running == 1, "whoever had it loaded is about to use it"
+    stream = made.stream(request, CONTEXT)
+    await anext(stream)
+    assert (await made.usage()).running == 1 and not await made.leave(unless_used=True)
+    assert await made.leave(unless_used=False)
+    assert [one async for one in stream], "what is under way is answered"
+    assert (await made.usage()).running == 0 and await made.leave(unless_used=True)
+    (refused,) = [one async for one in made.stream(request, CONTEXT)]
+    assert isinstance(refused, Failed) and refused.lost, "another replica is asked, when there is one"
+    await made.stay()
+    begun, *rest = [one async for one in made.stream(request, CONTEXT)]
+    assert isinstance(begun, tuple) and [type(one) for one in begun] == [StreamStart, StreamChunk], "in one message"
+    assert begun[0].followed and rest and all(isinstance(one, StreamChunk) for one in rest)
 
 
 def contents(data: bytes) -> dict[object, Any]:
@@ -436,12 +386,7 @@ def _law(ids: list[int]) -> list[float]:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     "prompt",
-    [
-        "fox",
-        ["the quick fox", "q", "abc" * 40],
-        TOKENIZER.encode("fox"),
-        [TOKENIZER.encode(one) for one in ("ab", "q")],
-    ],
+    ["fox", ["the quick fox", "q", "abc" * 40], TOKENIZER.encode("fox"), list(map(TOKENIZER.encode, ("ab", "q")))],
     ids=["text", "texts", "ids", "lists of ids"],
 )
 def test_an_echoed_prompt_has_a_log_probability_for_each_token(
@@ -483,17 +428,12 @@ IDS = random.Random(0).choices(range(3, 60), k=3 * CHUNK)
 
 def test_usage_reports_cached_tokens_and_responses_stay_the_same(workshop: Workshop) -> None:
     answers: dict[bool, list[Any]] = {}
+    prompts = (IDS, 1), ([*IDS[:40], 5], 2), (IDS, 1)
     for caching in (False, True):
         target = fresh(workshop.checkpoint(), backend="eager", batch_size=2)
-        generator = SpeculativeGenerator("ngram", target, k=2, prefix_caching=caching)
-        engine = SharedEngine(generator)
+        engine = SharedEngine(SpeculativeGenerator("ngram", target, k=2, prefix_caching=caching))
         with client_of(application(engine)) as client:
-            answers[caching] = [
-                client.completions.create(
-                    model="m", prompt=prompt, max_tokens=9, temperature=1, seed=3, n=n, extra_body={"ignore_eos": True}
-                )
-                for prompt, n in ((IDS, 1), ([*IDS[:40], 5], 2), (IDS, 1))
-            ]
+            answers[caching] = [complete(client, prompt=ids, max_tokens=9, temperature=1, n=n) for ids, n in prompts]
     texts = {key: [[one.text for one in answer.choices] for answer in found] for key, found in answers.items()}
     assert texts[True] == texts[False]
     assert [answer.usage.prompt_tokens_details for answer in answers[False]] == [None] * 3

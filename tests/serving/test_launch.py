@@ -58,6 +58,9 @@ class Played:
     def delete(self, name: str) -> None:
         self.calls.append(f"delete {name}")
 
+    def shutdown(self) -> None:
+        self.calls.append("serve.shutdown")
+
     def address(self) -> tuple[str, int] | None:
         return None if self.listens is None else ("127.0.0.1", self.listens)
 
@@ -70,15 +73,9 @@ def serve(
     port: int = 8000,
     address: str | None = "joined",
 ) -> list[str]:
-    def end(what: str) -> Callable[[], None]:
-        return lambda: played.calls.append(what)
-
-    monkeypatch.setattr(module, "ray", SimpleNamespace(shutdown=end("ray.shutdown")))
+    monkeypatch.setattr(module, "ray", SimpleNamespace(shutdown=lambda: played.calls.append("ray.shutdown")))
     monkeypatch.setattr("paceline.placement.cluster.nodes.ray.init", played.init)
-    serving = SimpleNamespace(
-        start=played.start, run=played.run, status=played.status, delete=played.delete, shutdown=end("serve.shutdown")
-    )
-    monkeypatch.setattr(module, "serve", serving)
+    monkeypatch.setattr(module, "serve", played)
     monkeypatch.setattr(module, "running_address", played.address)
     monkeypatch.setattr(module, "application", lambda *_, **__: None)
     monkeypatch.setattr(module, "forget_decisions", played.forgotten.append)
@@ -91,30 +88,33 @@ def serve(
     return played.calls
 
 
+def raising(error: Exception) -> Callable[[], None]:
+    def fails() -> None:
+        raise error
+
+    return fails
+
+
+never = raising(AssertionError("it is not ready"))
+
+
 def tell(number: int) -> None:
     os.kill(os.getpid(), number)
     time.sleep(20)  # is not slept through
     raise AssertionError("the signal did nothing")
 
 
-def never() -> None:
-    raise AssertionError("it is not ready")
-
-
 @pytest.mark.parametrize("number", ENDS)
-def test_a_signal_ends_it_while_models_load(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_ends_it_while_models_load_and_when_it_serves(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     played = Played()
     played.deploys = lambda: tell(number)
-    calls = serve(played, monkeypatch, ready=never)
-    assert calls == ["init", "start", "run paceline", "serve.shutdown", "ray.shutdown"]
+    calls = ["init", "start", "run paceline", "serve.shutdown", "ray.shutdown"]
+    assert serve(played, monkeypatch, ready=never) == calls
 
-
-@pytest.mark.parametrize("number", ENDS)
-def test_a_signal_ends_it_when_it_serves(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def ready() -> None:
         threading.Timer(0.1, os.kill, (os.getpid(), number)).start()
 
-    assert serve(Played(), monkeypatch, ready=ready)[-2:] == ["serve.shutdown", "ray.shutdown"]
+    assert serve(Played(), monkeypatch, ready=ready) == calls
 
 
 @pytest.mark.parametrize("loads", [False, True])
@@ -169,34 +169,15 @@ def test_other_applications_in_the_cluster_keep_running(listens: int | None, mon
     assert calls[-2:] == ["delete paceline", "ray.shutdown"] and "serve.shutdown" not in calls
 
 
-@pytest.mark.parametrize(
-    ("others", "port", "says"),
-    [((), 81, "--port 8000"), (("paceline",), 8000, "already runs in this cluster; stop it first, or put both")],
-)
-def test_a_cluster_with_other_serve_settings_is_not_changed(
-    others: tuple[str, ...], port: int, says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    played = Played(others=others, listens=8000)
-    with pytest.raises(ConfigurationError, match=says):
-        serve(played, monkeypatch, ready=never, port=port)
-    assert played.calls == ["init", "ray.shutdown"]
-
-
 def test_a_failed_start_is_named_and_removed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails() -> None:
-        raise RuntimeError("Deploying application paceline failed:\n  Traceback\n\nCheckpointError: no such folder\n")
-
     played = Played()
-    played.deploys = fails
+    said = "Deploying application paceline failed:\n  Traceback\n\nCheckpointError: no such folder\n"
+    played.deploys = raising(RuntimeError(said))
     with pytest.raises(WorkerError, match=r"failed: \.\.\. CheckpointError: no such folder\); see Ray's log$"):
         serve(played, monkeypatch, ready=never)
     assert played.calls[-2:] == ["serve.shutdown", "ray.shutdown"]
-
-    def nobody() -> None:
-        raise ConnectionError("nobody answers")
-
     played = Played()
-    played.connects = nobody
+    played.connects = raising(ConnectionError("nobody answers"))
     with pytest.raises(PlanError, match="at joined: nobody answers"):
         serve(played, monkeypatch, ready=never)
     assert played.calls == ["init"]
@@ -206,12 +187,7 @@ def test_a_lost_cluster_hides_neither_the_error_nor_the_exit(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     played = Played()
-    played.lost = True
-
-    def fails() -> None:
-        raise RuntimeError("no room")
-
-    played.deploys = fails
+    played.lost, played.deploys = True, raising(RuntimeError("no room"))
     with pytest.raises(WorkerError, match=r"the service did not start \(no room\)"):
         serve(played, monkeypatch, ready=never)
     played.deploys = lambda: tell(signal.SIGINT)

@@ -8,6 +8,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +16,6 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
-
-pytest.importorskip("ray")
-
 from typer.testing import CliRunner
 
 from paceline.cli.main import app as command_line
@@ -119,12 +117,15 @@ class Service:
         return done.exit_code, done.stdout + done.stderr
 
 
+def planned(home: Path, *models: dict[str, object]) -> tuple[ReplicaGroupPlan, ...]:
+    """Groups of models of one core each."""
+    entries = [{"path": str(home), "n_positions": 64, "amp": "f32", "backend": "eager", **model} for model in models]
+    return plan_groups(models_of(entries, folder=Path(), where="test"), MACHINE)
+
+
 @contextmanager
 def service(home: Path, *models: dict[str, object], key: str = "", **settings: Any) -> Iterator[Service]:
-    entries = [{"path": str(home), "n_positions": 64, "amp": "f32", "backend": "eager", **model} for model in models]
-    with edge(
-        PlannedLoader(plan_groups(models_of(entries, folder=Path(), where="test"), MACHINE)), key, **settings
-    ) as made:
+    with edge(PlannedLoader(planned(home, *models)), key, **settings) as made:
         yield made
 
 
@@ -158,9 +159,8 @@ def home(workshop: Workshop) -> Path:
 def test_a_first_request_loads_a_model_and_evicts_others(home: Path) -> None:
     with service(home, {"name": "a"}, {"name": "b"}, {"name": "c", "load": "on_demand"}) as served:
         assert served.states() == {"a": "loaded", "b": "loaded", "c": "unloaded"}
-        assert served.client.get("/health/ready").json() == {
-            "ready": True, "models": {"a": "ready", "b": "ready", "c": "unloaded"},
-        }  # fmt: skip
+        ready = {"ready": True, "models": {"a": "ready", "b": "ready", "c": "unloaded"}}
+        assert served.client.get("/health/ready").json() == ready
         served.ask("a")
         answer = served.ask("c")
         assert (answer.status_code, answer.json()["choices"][0]["text"]) == (200, "I am c")
@@ -171,8 +171,6 @@ def test_a_first_request_loads_a_model_and_evicts_others(home: Path) -> None:
 
 
 def test_requests_during_a_load_wait_for_it(home: Path) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
     with service(home, {"name": "a"}, {"name": "c", "load": "on_demand"}) as served, ThreadPoolExecutor(3) as pool:
         served.loader.gate.clear()
         answers = [pool.submit(served.ask, "c") for _ in range(3)]
@@ -183,9 +181,7 @@ def test_requests_during_a_load_wait_for_it(home: Path) -> None:
         assert served.loader.loads == ["c"]
 
 
-def test_pinned_and_busy_models_stay_and_the_request_gets_retry_after(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pinned_and_busy_models_stay_and_requests_get_retry_after(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with service(home, {"name": "a", "pinned": True}, {"name": "b"}, {"name": "c", "load": "on_demand"}) as served:
         assert served.say("pin", "b").json()["pinned"] is True
         answer = served.ask("c")
@@ -196,9 +192,8 @@ def test_pinned_and_busy_models_stay_and_the_request_gets_retry_after(
         assert (refused.status_code, refused.json()["error"]["code"]) == (409, "model_pinned")
         served.say("pin", "b", pinned=False)
         served.loader.engines["b"].pause_s = 0.2
-        with served.client.stream(
-            "POST", "/v1/completions", json={"model": "b", "prompt": "x", "stream": True}
-        ) as busy:
+        asked = {"model": "b", "prompt": "x", "stream": True}
+        with served.client.stream("POST", "/v1/completions", json=asked) as busy:
             parts = busy.iter_bytes()
             next(parts)
             assert served.ask("c").status_code == 503, "b serves somebody"
@@ -221,8 +216,7 @@ def test_an_operators_unload_persists(home: Path) -> None:
         answer = served.ask("a")
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "30")
         assert "an operator has to load it" in answer.json()["error"]["message"]
-        tokens = served.client.post("/tokenize", json={"model": "a", "prompt": "x"})
-        assert tokens.status_code == 503
+        assert served.client.post("/tokenize", json={"model": "a", "prompt": "x"}).status_code == 503
         assert served.client.get("/health/ready").json()["ready"], "it is as it should be"
         assert served.say("load", "a").json()["state"] == "loaded" and served.ask("a").status_code == 200
         assert served.say("load", "nobody").status_code == 404

@@ -17,9 +17,6 @@ from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
-
-pytest.importorskip("uvicorn")
-
 from starlette.types import Receive, Scope, Send
 
 from paceline.core.errors import ConfigurationError, WorkerError

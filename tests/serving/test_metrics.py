@@ -31,10 +31,8 @@ def filled(engine: str = "a") -> MetricSet:
     """Metrics of a replica in which everything has happened."""
     metrics = MetricSet("m", engine)
     metrics.update(FIGURES, DrafterHealth(state="up", lost=1, restarts=2), num_slots=4)
-    consume(
-        [StreamStart(7), StreamChunk(b"x", (1, 0)), StreamChunk(b"y", (3, 2)), StreamChunk(b"", (3, 4), last=True)],
-        metrics,
-    )
+    chunks = StreamChunk(b"x", (1, 0)), StreamChunk(b"y", (3, 2)), StreamChunk(b"", (3, 4), last=True)
+    consume([StreamStart(7), *chunks], metrics)
     consume([Failed(RefusedError(400, "no"))], metrics)
     metrics.finished([RequestTiming(0.5, 0.25, 2.0), RequestTiming(1.5, 0.25, 4.0)])
     return metrics
@@ -73,6 +71,9 @@ def test_counts_equal_the_engines_after_any_number_of_updates() -> None:
     assert found["paceline:learner_texts_total", ""] == 60 and found["paceline:learner_heads_total", ""] == 2
     lengths = [found[f"paceline:learner_{head}_acceptance_length", ""] for head in ("live", "shipped")]
     assert lengths == [2.5, 2.0]
+    for part, total in {"queue": 2.0, "prefill": 0.5, "decode": 6.0, "inference": 6.5}.items():
+        name = f"vllm:request_{part}_time_seconds"
+        assert (found[f"{name}_sum", ""], found[f"{name}_count", ""]) == (total, 2), part
     assert found["vllm:time_to_first_token_seconds_count", ""] == 1
     assert found["vllm:inter_token_latency_seconds_count", ""] == 2
 
@@ -82,14 +83,6 @@ def test_a_drafter_that_does_not_fit_is_1_until_it_does() -> None:
     for misfit in ("it does not fit", ""):
         metrics.update(replace(FIGURES, misfit=misfit), None, num_slots=4)
         assert samples(metrics.text())["paceline:drafter_misfit", ""] == bool(misfit)
-
-
-def test_requests_report_their_phase_times() -> None:
-    found = samples(filled().text())
-    seconds = {"queue": 2.0, "prefill": 0.5, "decode": 6.0, "inference": 6.5}
-    for part, total in seconds.items():
-        name = f"vllm:request_{part}_time_seconds"
-        assert (found[f"{name}_sum", ""], found[f"{name}_count", ""]) == (total, 2), part
 
 
 def test_a_resumed_request_counts_its_prompt_once() -> None:

@@ -6,8 +6,6 @@ What a reader can do with it is in test_page_browser.py.
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from importlib.resources import files
 from pathlib import Path
 
@@ -17,7 +15,6 @@ import pytest
 from paceline.serving.page import PATHS
 from tests.serving.edge import running, scripted
 
-REPOSITORY = Path(__file__).parents[2]
 SOURCES = {one.name: one for one in files("paceline.serving.page").iterdir() if Path(one.name).suffix in
            {".html", ".css", ".js", ".svg"}}  # fmt: skip
 
@@ -52,16 +49,3 @@ def test_the_page_loads_nothing_external_and_parses_no_markup(name: str) -> None
         assert not re.search(r"<script>|<style>|\son\w+=|\sstyle=", text), "the policy forbids what is inline"
     for asset in re.findall(r"(?:from|import) \"\./([\w.]+)\"", text):
         assert f"/page/{asset}" in PATHS
-
-
-def test_the_files_are_in_the_wheel() -> None:
-    script = (
-        "from distutils.core import run_setup\n"
-        "build = run_setup('setup.py', stop_after='init').get_command_obj('build_py')\n"
-        "build.ensure_finalized()\n"
-        "build.manifest_files = {}\n"
-        "print(*build.find_data_files('paceline.serving.page', 'orchestrator/serving/page'))\n"
-    )
-    command = [sys.executable, "-W", "ignore", "-c", "import setuptools\n" + script]
-    found = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.split()
-    assert {Path(one).name for one in found} >= SOURCES.keys()

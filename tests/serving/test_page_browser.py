@@ -244,7 +244,7 @@ def test_a_race_runs_in_turn_and_replays_equal_texts(browser: Browser, served: t
         assert requests[::2] == warm, "a short run before each"
         asked = [(one.use_speculation, one.drafter, one.max_draft_tokens) for one in requests[1::2]]
         assert asked == [
-            *((False, None, None), (True, None, None), (True, "draft", None), (True, "ngram", None), (True, None, 2)),
+            *((False, None, None), (True, None, None), (True, "draft", None), (True, "ngram", None), (True, None, 2))
         ]
         assert len({one.sampling.seed for one in requests}) == 1
         assert all("x plain" in text for text in page.locator(".lane .quiet").all_inner_texts())
@@ -365,9 +365,7 @@ CONTRAST = """() => {
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_contrast_is_sufficient_in_both_themes(
-    browser: Browser, served: tuple[str, ScriptedEngine], scheme: str
-) -> None:
+def test_contrast_suffices_in_both_themes(browser: Browser, served: tuple[str, ScriptedEngine], scheme: str) -> None:
     with opened(browser, served[0], errors=("404",), color_scheme=scheme) as page:
         ask(page, "hostile")
         ground = "getComputedStyle(document.body).backgroundColor"

@@ -100,9 +100,7 @@ THINKS += "{# <think> ends with </think> #}"
         ({"continue_final_message": True}, "<think>so</think>2", "[user]x[assistant]<think>so</think>2", False),
     ],
 )
-def test_the_last_message_is_continued_where_it_ends(
-    fields: dict[str, bool], said: str, shown: str, in_reasoning: bool
-) -> None:
+def test_the_last_message_is_continued(fields: dict[str, bool], said: str, shown: str, in_reasoning: bool) -> None:
     tokenizer = chat_tokenizer(THINKS)
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": said}]
     request = ChatRequest.model_validate({"model": "m", "messages": messages, **fields})

@@ -1,51 +1,51 @@
-"""Guards of Ray: only actors that do not respond are killed; a stream ends when its reader has taken it, or is gone. On
-real Ray: `test_serving`.
+"""Guards of Ray: only actors that do not respond are killed; health checks; a stream ends when its reader has taken it,
+or is gone. On real Ray: `test_serving`.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 
 import pytest
-
-pytest.importorskip("ray")
-
 from starlette.types import Message, Receive, Scope, Send
 
+from paceline.core.errors import BackendError, RankError, WorkerError
+from paceline.serving import replica as module
 from paceline.serving.ray_guard import Readers, UntilTaken, WatchedActor, pause_s
+from paceline.serving.replica import ModelReplica
+from tests.waiting import in_loop
 
 BODY: Message = {"type": "http.response.body", "body": b"x"}
 GONE: Message = {"type": "http.disconnect"}
 READ: Message = {"type": "http.request", "body": b""}
 
 
-def test_streams_that_end_together_poll_their_reader_once() -> None:
-    async def end() -> None:
-        asked, answer = list[str](), asyncio.Event()
+@in_loop
+async def test_streams_that_end_together_poll_their_reader_once() -> None:
+    asked, answer = list[str](), asyncio.Event()
 
-        class Asking(Readers):
-            async def _ask(self, reader: str) -> bool:
-                asked.append(reader)
-                await answer.wait()
-                return reader != "b"
+    class Asking(Readers):
+        async def _ask(self, reader: str) -> bool:
+            asked.append(reader)
+            await answer.wait()
+            return reader != "b"
 
-        readers = Asking()
-        await readers.taken("")
-        assert not asked, "this process is not asked"
-        first = asyncio.ensure_future(readers.taken("a"))
-        await asyncio.sleep(0.01)
-        later = [asyncio.ensure_future(readers.taken("a")) for _ in range(5)]  # after the question was sent
-        other = asyncio.ensure_future(readers.taken("b"))
-        await asyncio.sleep(0.01)
-        assert asked == ["a", "b"], "one reader that is silent holds up nobody else's streams"
-        assert not any(stream.done() for stream in (first, *later, other)), "not before it answers"
-        answer.set()
-        await asyncio.gather(first, *later, other)
-        assert asked == ["a", "b", "a"], "an answer to an earlier question says nothing of what was sent since"
-        assert list(readers._lines) == ["a"], "who is gone is forgotten"
-
-    asyncio.run(end())
+    readers = Asking()
+    await readers.taken("")
+    assert not asked, "this process is not asked"
+    first = asyncio.ensure_future(readers.taken("a"))
+    await asyncio.sleep(0.01)
+    later = [asyncio.ensure_future(readers.taken("a")) for _ in range(5)]  # after the question was sent
+    other = asyncio.ensure_future(readers.taken("b"))
+    await asyncio.sleep(0.01)
+    assert asked == ["a", "b"], "one reader that is silent holds up nobody else's streams"
+    assert not any(stream.done() for stream in (first, *later, other)), "not before it answers"
+    answer.set()
+    await asyncio.gather(first, *later, other)
+    assert asked == ["a", "b", "a"], "an answer to an earlier question says nothing of what was sent since"
+    assert list(readers._lines) == ["a"], "who is gone is forgotten"
 
 
 def call(messages: list[Message | Exception], *, more: bool = False) -> list[Message | Exception]:
@@ -71,16 +71,49 @@ def call(messages: list[Message | Exception], *, more: bool = False) -> list[Mes
     return messages
 
 
-def test_a_call_ends_when_the_server_reports_completion() -> None:
-    assert call([READ, GONE, READ]) == [READ]
-
-
-def test_a_call_to_a_dead_server_ends() -> None:
-    assert call([OSError("gone"), READ]) == [READ]
-
-
-def test_a_call_without_completion_does_not_wait_for_its_reader() -> None:
+def test_a_call_ends_with_the_servers_report_or_its_death_and_an_incomplete_one_does_not_wait() -> None:
+    assert call([READ, GONE, READ]) == call([OSError("gone"), READ]) == [READ]
     assert call([READ, GONE], more=True) == [READ, GONE]
+
+
+# ---- responses of a replica to health checks: Serve replaces one that raises
+
+
+class Bare(ModelReplica):
+    """Without workers. ``engine``: what stands for the target's."""
+
+    def __init__(self, *, failure: Exception | None = None, running: int = 0, timeout_s: float = 0.0) -> None:
+        figures = SimpleNamespace(running=running, waiting=0)
+        self.engine = SimpleNamespace(failure=failure, figures=lambda: figures, heartbeat=0)
+        self._engine = self.engine  # type: ignore[assignment]
+        self._beat = module._Heartbeat(timeout_s)
+
+
+def check(replica: ModelReplica) -> None:
+    asyncio.run(replica.check_health())
+
+
+def test_a_device_that_fails_every_round_is_reported_and_a_lost_rank_ends_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def end(code: int) -> None:
+        raise SystemExit(code)
+
+    with pytest.raises(WorkerError, match="the model's rounds fail repeatedly"):
+        check(Bare(failure=BackendError("the device is gone")))
+    monkeypatch.setattr(module.os, "_exit", end)
+    with pytest.raises(SystemExit):
+        check(Bare(failure=RankError("rank 1 is gone")))
+
+
+def test_a_stalled_engine_with_requests_is_reported_and_an_idle_one_is_not() -> None:
+    busy, idle = Bare(running=1), Bare()
+    for replica in (busy, idle, idle):
+        check(replica)
+    with pytest.raises(WorkerError, match="has done nothing"):
+        check(busy)
+    busy.engine.heartbeat += 1
+    check(busy)
 
 
 class Actor(WatchedActor):
@@ -102,13 +135,6 @@ class Actor(WatchedActor):
         self.killed.append(self._processes[0])
 
 
-def killed_after(answers: str, processes: list[int | None]) -> list[int | None]:
-    actor = Actor(answers, processes)
-    for _ in range(len(answers)):
-        actor.look()
-    return actor.killed
-
-
 @pytest.mark.parametrize(
     ("answers", "processes", "killed"),
     [
@@ -120,21 +146,18 @@ def killed_after(answers: str, processes: list[int | None]) -> list[int | None]:
         ("nnnn", [1, None, 2, 2], []),
     ],
 )
-def test_an_actor_is_killed_after_three_missed_checks(
-    answers: str, processes: list[int | None], killed: list[int]
-) -> None:
-    assert killed_after(answers, processes) == killed
+def test_an_actor_is_killed_after_three_misses(answers: str, processes: list[int | None], killed: list[int]) -> None:
+    actor = Actor(answers, processes)
+    for _ in answers:
+        actor.look()
+    assert actor.killed == killed
 
 
-def test_the_number_of_checks_does_not_grow_with_the_nodes() -> None:
+def test_the_number_of_checks_does_not_grow_with_the_nodes_and_a_missed_one_is_repeated_soon() -> None:
     assert pause_s(1) == pause_s(4) == 2
     small, large = (4 * count / pause_s(count) for count in (4, 100))  # of four replicas on each node
     assert small == large
-
-
-def test_a_missed_check_is_repeated_without_the_large_cluster_delay() -> None:
-    watch = Actor("ny", [1])
-    pauses = []
+    watch, pauses = Actor("ny", [1]), list[float]()
     for _ in range(2):
         watch.look()
         pauses.append(pause_s(100, suspects=watch.suspects))

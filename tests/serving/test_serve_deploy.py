@@ -88,9 +88,7 @@ def test_a_config_file_deploys_the_builder(client: openai.OpenAI, cluster: Clust
     assert text == said(home, PROMPT, max_new_tokens=100) and "second" not in serve.status().applications
 
 
-def test_a_cluster_with_other_applications_keeps_them(
-    client: openai.OpenAI, home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_applications_are_kept(client: openai.OpenAI, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`paceline serve --address`: it is rejected what it cannot have, and takes down nothing but its own."""
     monkeypatch.setattr(serving_run, "connect", lambda *_, **__: None)
     monkeypatch.setattr(serving_run, "ray", SimpleNamespace(shutdown=lambda: None))

@@ -9,16 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("ray")
-
 from ray.exceptions import GetTimeoutError, RayTaskError
 
 from paceline.core.errors import WorkerError
 from paceline.placement.cluster import core_allocator
 from paceline.placement.cluster.fault_policy import FaultPolicy
-from paceline.placement.planning.groups import plan_groups
-from paceline.placement.planning.model_specs import models_of
 from paceline.serving import ray_guard, serve_lifecycle
 from paceline.serving.errors import RefusedError, refusal
 from paceline.serving.lifecycle import ModelState, ModelUsage
@@ -26,13 +21,12 @@ from paceline.serving.middleware import KeyCounts
 from paceline.serving.serve_lifecycle import LifecycleActor, ServeLifecycle, ServeLoader, Service
 from paceline.serving.serve_router import ServeRouter
 from tests.decoder.tiny import Workshop
-from tests.serving.test_lifecycle import MACHINE
+from tests.serving.test_lifecycle import planned
+from tests.waiting import in_loop
 
 
 def service(home: Path, *models: dict[str, object]) -> Service:
-    entries = [{"path": str(home), "n_positions": 64, "amp": "f32", "backend": "eager", **model} for model in models]
-    groups = plan_groups(models_of(entries, folder=Path(), where="test"), MACHINE)
-    return Service("paceline", {group.name: group for group in groups}, FaultPolicy())
+    return Service("paceline", {group.name: group for group in planned(home, *models)}, FaultPolicy())
 
 
 class Found(ServeLifecycle):
@@ -50,35 +44,29 @@ class Found(ServeLifecycle):
         )
 
 
-def test_requests_of_a_key_are_counted_across_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_loop
+async def test_requests_of_a_key_are_counted_across_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve_lifecycle, "_PERIOD_S", 0.005)
     made = Service("paceline", {}, FaultPolicy())
-
-    async def both() -> None:
-        actor, counts = LifecycleActor(made), [KeyCounts(), KeyCounts()]
-        watching = [asyncio.ensure_future(Found(made, actor, keys).watch()) for keys in counts]
-        with counts[0].one_more("secret"), counts[1].one_more("secret"), counts[1].one_more("other"):
-            while [one.total("secret") for one in counts] != [2, 2] or counts[0].total("other") != 1:
-                await asyncio.sleep(0.005)
-            assert "secret" not in str([one.own() for one in counts])
-        while any(one.total(key) for one in counts for key in ("secret", "other")):
+    actor, counts = LifecycleActor(made), [KeyCounts(), KeyCounts()]
+    watching = [asyncio.ensure_future(Found(made, actor, keys).watch()) for keys in counts]
+    with counts[0].one_more("secret"), counts[1].one_more("secret"), counts[1].one_more("other"):
+        while [one.total("secret") for one in counts] != [2, 2] or counts[0].total("other") != 1:
             await asyncio.sleep(0.005)
-        for one in watching:
-            one.cancel()
+        assert "secret" not in str([one.own() for one in counts])
+    while any(one.total(key) for one in counts for key in ("secret", "other")):
+        await asyncio.sleep(0.005)
+    for one in watching:
+        one.cancel()
 
-    asyncio.run(asyncio.wait_for(both(), 60))
 
-
-def test_requests_of_a_dead_process_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_loop
+async def test_requests_of_a_dead_process_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve_lifecycle, "_SILENT_S", 0.0)
-
-    async def gone() -> None:
-        actor = LifecycleActor(Service("paceline", {}, FaultPolicy()))
-        await actor.count("dead", {"key": 3})
-        await asyncio.sleep(0.01)
-        assert await actor.count("other", {}) == {}
-
-    asyncio.run(gone())
+    actor = LifecycleActor(Service("paceline", {}, FaultPolicy()))
+    await actor.count("dead", {"key": 3})
+    await asyncio.sleep(0.01)
+    assert await actor.count("other", {}) == {}
 
 
 class Decides:
@@ -101,25 +89,21 @@ class Decides:
     load = demand
 
 
-def test_the_last_operator_decision_overrides_the_file(workshop: Workshop) -> None:
+@in_loop
+async def test_the_last_operator_decision_overrides_the_file(workshop: Workshop) -> None:
     made = service(workshop.checkpoint(), {"name": "a", "pinned": True}, {"name": "b", "load": "on_demand"})
-
-    async def ask() -> None:
-        edge = Found(made, None)
-        assert [(one.state, one.pinned, one.awaited) for one in await edge.states()] == [
-            ("loaded", True, True), ("unloaded", False, False),
-        ]  # fmt: skip
-        await edge.demand("a")  # nobody has to decide: it is there soon
-        edge.actor = Decides()
-        assert [one.state for one in await edge.states()] == ["unloaded"]
-        Decides.answers = False
-        assert [one.state for one in await edge.states()] == ["unloaded"], "what was told last"
-        for asked in (edge.demand, edge.load):
-            with pytest.raises(RefusedError, match="a is unloaded") as refused:
-                await asked("a")
-            assert refused.value.headers == {"retry-after": "30"}
-
-    asyncio.run(ask())
+    edge = Found(made, None)
+    states = [(one.state, one.pinned, one.awaited) for one in await edge.states()]
+    assert states == [("loaded", True, True), ("unloaded", False, False)]
+    await edge.demand("a")  # nobody has to decide: it is there soon
+    edge.actor = Decides()
+    assert [one.state for one in await edge.states()] == ["unloaded"]
+    Decides.answers = False
+    assert [one.state for one in await edge.states()] == ["unloaded"], "what was told last"
+    for asked in (edge.demand, edge.load):
+        with pytest.raises(RefusedError, match="a is unloaded") as refused:
+            await asked("a")
+        assert refused.value.headers == {"retry-after": "30"}
 
 
 class Replicas:
@@ -137,9 +121,7 @@ class Replicas:
 
 
 @pytest.mark.parametrize(("says", "leaves"), [([True, True], True), ([True, False], False), ([], False)])
-def test_a_model_is_evicted_only_if_all_responding_replicas_are_idle(
-    workshop: Workshop, says: list[object], leaves: bool
-) -> None:
+def test_a_model_is_evicted_if_all_replicas_are_idle(workshop: Workshop, says: list[object], leaves: bool) -> None:
     replicas = Replicas(*says)
     made = service(workshop.checkpoint(), {"name": "a"})
     loader = ServeLoader(made, ServeRouter({"a": replicas}))
@@ -180,9 +162,7 @@ def loader(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> ServeLoader:
 
 
 @pytest.mark.parametrize("name", ["eager", "late"])
-def test_a_failed_load_is_reported_without_rays_text(
-    loader: ServeLoader, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failed_load_hides_rays_text(loader: ServeLoader, name: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "paceline")
     logging.getLogger("paceline").propagate = True
     with pytest.raises(WorkerError, match=name) as told:

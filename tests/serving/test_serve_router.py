@@ -7,9 +7,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import pytest
-
-pytest.importorskip("ray")
-
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
@@ -19,6 +16,7 @@ from paceline.serving.errors import RefusedError
 from paceline.serving.openai.requests import CompletionRequest, TokenizeRequest
 from paceline.serving.router import Failed, Item, ModelCard, RequestContext, StreamChunk, StreamStart
 from paceline.serving.serve_router import ServeRouter
+from tests.waiting import in_loop
 
 Attempt = Callable[[Sequence[int]], list[Item | Exception]]
 TOKENS = [b"a", b"b", b"c", b"d"]
@@ -74,7 +72,7 @@ def answers(upto: int, end: Exception | Failed | None = None) -> Attempt:
     return attempt
 
 
-def ask(handle: Handle, monkeypatch: pytest.MonkeyPatch, model: str = "m", **options: float) -> list[Item]:
+def ask(handle: Handle, monkeypatch: pytest.MonkeyPatch, model: str = "m", **options: Any) -> list[Item]:
     monkeypatch.setattr(serve_router, "_PAUSE_S", 0.0)
 
     async def run() -> list[Item]:
@@ -82,7 +80,7 @@ def ask(handle: Handle, monkeypatch: pytest.MonkeyPatch, model: str = "m", **opt
         request = CompletionRequest(model=model, prompt="x", seed=1)
         return [item async for item in router.stream(request, RequestContext.new())]
 
-    return asyncio.run(run())
+    return asyncio.run(asyncio.wait_for(run(), 60))
 
 
 LOSSES = [ActorDiedError(), DeploymentUnavailableError(None), Failed(RefusedError(503, "a rank is gone"), lost=True)]
@@ -111,16 +109,13 @@ def test_batched_items_of_a_message_are_separated(monkeypatch: pytest.MonkeyPatc
     assert handle.skips == [(), (2,)]
 
 
-def test_a_disconnect_ends_the_running_call() -> None:
+@in_loop
+async def test_a_disconnect_ends_the_running_call() -> None:
     handle = Handle(answers(4))
-
-    async def leave() -> None:
-        router = ServeRouter({"m": handle})
-        items = router.stream(CompletionRequest(model="m", prompt="x", seed=1), RequestContext.new())
-        assert isinstance(await anext(items), StreamStart) and isinstance(await anext(items), StreamChunk)
-        await items.aclose()  # type: ignore[attr-defined]
-
-    asyncio.run(leave())
+    router = ServeRouter({"m": handle})
+    items = router.stream(CompletionRequest(model="m", prompt="x", seed=1), RequestContext.new())
+    assert isinstance(await anext(items), StreamStart) and isinstance(await anext(items), StreamChunk)
+    await items.aclose()  # type: ignore[attr-defined]
     assert handle.cancelled == 1
 
 
@@ -194,27 +189,23 @@ def test_tokenizer_errors_cross_processes_without_rays_text(monkeypatch: pytest.
     assert caught.value.status == 503 and "10.0.0.7" not in caught.value.message
 
 
-def test_a_model_without_a_responding_replica_is_neither_listed_nor_healthy() -> None:
-    async def look() -> None:
-        router = ServeRouter({"m": Handle()})
-        health = await router.health()
-        assert not await router.models() and not health.ready and health.models == {"m": "loading"}
-
-    asyncio.run(look())
+@in_loop
+async def test_a_model_without_a_responding_replica_is_neither_listed_nor_healthy() -> None:
+    router = ServeRouter({"m": Handle()})
+    health = await router.health()
+    assert not await router.models() and not health.ready and health.models == {"m": "loading"}
 
 
-def test_health_is_current_and_the_model_list_is_cached() -> None:
-    async def look() -> None:
-        handle = Handle()
-        handle.cards = [ModelCard("m", 1, max_model_len=8)]
-        router = ServeRouter({"m": handle})
-        assert (await router.health()).ready and await router.models()
-        handle.cards = []
-        assert await router.models(), "asked a moment ago"
-        assert not (await router.health()).ready
-        assert not await router.models(), "and what was found out meanwhile is known"
-
-    asyncio.run(look())
+@in_loop
+async def test_health_is_current_and_the_model_list_is_cached() -> None:
+    handle = Handle()
+    handle.cards = [ModelCard("m", 1, max_model_len=8)]
+    router = ServeRouter({"m": handle})
+    assert (await router.health()).ready and await router.models()
+    handle.cards = []
+    assert await router.models(), "asked a moment ago"
+    assert not (await router.health()).ready
+    assert not await router.models(), "and what was found out meanwhile is known"
 
 
 def test_concurrent_health_checks_are_merged() -> None:
@@ -238,9 +229,7 @@ def test_concurrent_health_checks_are_merged() -> None:
 
 
 @pytest.mark.parametrize("decides", [None, RefusedError(503, "no node has room"), WorkerError("nobody decides")])
-def test_the_lifecycle_is_called_if_no_replica_responds(
-    decides: Exception | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_lifecycle_is_called_without_a_replica(decides: Exception | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lifecycle loads the model, or says why not; without a decision the model may recover."""
     monkeypatch.setattr(serve_router, "_FIRST_LOOK_S", 0.01)
     monkeypatch.setattr(serve_router, "_LOOK_S", 0.01)
@@ -262,14 +251,9 @@ def test_the_lifecycle_is_called_if_no_replica_responds(
             if decides is not None:
                 raise decides
 
-    async def run() -> list[Item]:
-        handle = Handle(answers(4))
-        handle.kind = Late
-        router = ServeRouter({"m": handle}, lifecycle=Asked())  # type: ignore[arg-type]
-        request = CompletionRequest(model="m", prompt="x", seed=1)
-        return [item async for item in router.stream(request, RequestContext.new())]
-
-    items = asyncio.run(asyncio.wait_for(run(), 60))
+    handle = Handle(answers(4))
+    handle.kind = Late
+    items = ask(handle, monkeypatch, lifecycle=Asked())
     if isinstance(decides, RefusedError):
         assert [one.error for one in items if isinstance(one, Failed)] == [decides]
     else:

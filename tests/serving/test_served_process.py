@@ -19,11 +19,10 @@ import openai
 import pytest
 import yaml
 
-pytest.importorskip("ray")
-
 from benchmarks.service_processes import descendants
 from tests.decoder.tiny import save_pair
 from tests.serving.served import said, with_tokenizer
+from tests.waiting import until
 from tests.workers.folders import save_heads
 
 pytestmark = pytest.mark.ray
@@ -66,10 +65,7 @@ class Served:
 
     def check_ended(self, own: set[int]) -> None:
         assert self.process.wait(_END_S) == 0
-        end = time.monotonic() + 30
-        while left := {pid: name for pid in own if (name := title(pid))}:
-            assert time.monotonic() < end, left
-            time.sleep(0.1)
+        until(lambda: not any(map(title, own)), 30, what=lambda: list(map(title, own)), pause_s=0.1)
         text = self.errors.read_text()
         assert not [word for word in ("Traceback", "Error", "ray::", "raylet", "Exception") if word in text], text
 

@@ -26,6 +26,7 @@ from typer.main import get_group
 
 from paceline.cli import serve
 from paceline.serving.middleware import _OPEN_PATHS
+from tests.serving.test_page import SOURCES
 
 ROOT = Path(__file__).parents[2]
 UNIT = ROOT / "examples" / "deploy" / "paceline.service"
@@ -100,7 +101,7 @@ def test_the_wheel_is_complete_and_runs_outside_the_repository(tmp_path: Path) -
     (wheel,) = tmp_path.glob("paceline-*.whl")
     held = zipfile.ZipFile(wheel).namelist()
     assert {"paceline/cli/main.py", "paceline/core/errors.py", "paceline/py.typed"} <= set(held)
-    assert any(name.startswith("paceline/serving/") and name.endswith(".html") for name in held)
+    assert {f"paceline/serving/page/{name}" for name in SOURCES} <= set(held)
     assert not [name for name in held if name.startswith(("tests/", "examples/", "docs/"))]
     subprocess.run([*pip, "install", "--no-deps", "--target", str(tmp_path / "site"), str(wheel)], check=True)
     code = "import sys; sys.path.insert(0, sys.argv.pop(1)); import paceline; print(paceline.__file__, flush=True)\n"

@@ -55,18 +55,11 @@ def drafts(draft: Path, heads: Path) -> dict[str, object]:
     among several lengths measured times choose, by which drafting may pause before anything is drafted.
     """
     return {
-        "none": "none",
-        "ngram": "ngram:prompt_lookup_max=3,k=3",
-        "suffix": {"type": "suffix", "min_match": 1, "k": 3},
-        "model": f"{draft}:k=3",
-        "list": ["ngram", {"path": str(draft), "k": 2}],
+        "none": "none", "ngram": "ngram:prompt_lookup_max=3,k=3", "suffix": {"type": "suffix", "min_match": 1, "k": 3},
+        "model": f"{draft}:k=3", "list": ["ngram", {"path": str(draft), "k": 2}],
         "choice": {"type": "choice", "drafts": ["ngram", {"path": str(draft), "k": 2}]},
-        "medusa": {"path": str(heads / "medusa")},
-        "eagle": {"path": str(heads / "eagle"), "k": 2},
-        "mtp": {"path": str(heads / "mtp"), "k": 2},
-        "mlp_speculator": {"path": str(heads / "mlp_speculator"), "k": 2},
-        "gemma4_assistant": {"path": str(heads / "gemma4_assistant"), "k": 2},
-        "layerskip": "layerskip:layers=1,k=2",
-        "pard": {"path": str(heads / "pard"), "k": 2},
-        "dflash": {"path": str(heads / "dflash"), "k": 2},
-    }
+        "medusa": {"path": str(heads / "medusa")}, "eagle": {"path": str(heads / "eagle"), "k": 2},
+        "mtp": {"path": str(heads / "mtp"), "k": 2}, "mlp_speculator": {"path": str(heads / "mlp_speculator"), "k": 2},
+        "gemma4_assistant": {"path": str(heads / "gemma4_assistant"), "k": 2}, "layerskip": "layerskip:layers=1,k=2",
+        "pard": {"path": str(heads / "pard"), "k": 2}, "dflash": {"path": str(heads / "dflash"), "k": 2},
+    }  # fmt: skip

@@ -51,11 +51,8 @@ def test_a_pool_never_outgrows_its_plan(workshop: Workshop) -> None:
 
 def test_auto_drafts_the_lengths_of_the_drafts_own_backend(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EagerBackend, "draft_lengths", (0, 1, 3))
-    settings = {
-        **asdict(LoadOptions(amp="f32", n_positions=128)),
-        "backend": "eager",
-        "folder": str(workshop.checkpoint("draft")),
-    }
+    settings = asdict(LoadOptions(amp="f32", n_positions=128))
+    settings |= {"backend": "eager", "folder": str(workshop.checkpoint("draft"))}
     for asked, drafts in (("auto", 3), (5, 5)):
         drafter = make_drafters({**settings, "k": asked}).acquire(Handshake(0, "a", 1, VOCABULARY))
         assert drafter.draft_shape.num_draft_tokens == drafts

@@ -67,12 +67,7 @@ def wanted(prompt: Sequence[int], **asked: object) -> list[int]:
     return done.sequences[0, len(prompt) : done.lengths[0]].tolist()
 
 
-def say(
-    found: tuple[SharedEngine, Gate, TableDecoder],
-    ticket: str,
-    prompt: list[int],
-    **asked: object,
-) -> list[int]:
+def say(found: tuple[SharedEngine, Gate, TableDecoder], ticket: str, prompt: list[int], **asked: object) -> list[int]:
     requests = Request.batch([prompt], SamplingParams.merge(None, asked), found[2].generator.limits)
     return [token for output in outputs_of(found[0], ticket, requests) for token in output.tokens]
 

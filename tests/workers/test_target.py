@@ -1,4 +1,4 @@
-"""A target's worker: with any drafter in its process, its tokens are those of plain decoding."""
+"""A target's worker: it has the drafter of its settings, as every other place; `test_served_process` has its tokens."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from paceline import SpeculativeGenerator
 from paceline.cli import decode
 from paceline.cli.options import checked
 from paceline.config import SpeculativeConfig
-from paceline.core.errors import CheckpointError, ConfigurationError, PairingError, SamplingError
+from paceline.core.errors import ConfigurationError, PairingError, SamplingError
 from paceline.decoder.options import LoadOptions
 from paceline.draft_checks import prepared, recognise
 from paceline.engine.request import SamplingParams
@@ -30,29 +29,20 @@ from paceline.workers.config import WorkerConfig
 from paceline.workers.draft import make_drafters
 from paceline.workers.target import make_target
 from tests.cli.calling import call, last
-from tests.decoder.tiny import Workshop, fresh, save_pair
+from tests.decoder.tiny import Workshop, save_pair
 from tests.draft.tokenizers_of_two import bytes_merged, every_byte
 from tests.experiments.grids import save_tokenizer
 from tests.workers.folders import KINDS, drafts, save_heads
-from tests.workers.heard import asked
 
-PROMPTS = ((3, 1, 4, 1, 5, 1, 4), (9, 2))
-SAMPLED = {"max_new_tokens": 40, "do_sample": True, "temperature": 1.2, "seed": 7}
 ROWS = [
     "none", "ngram", "suffix", "model", "list", "choice", "medusa", "eagle", "pard", "dflash", "mtp", "mlp_speculator",
     "layerskip", "gemma4_assistant",
 ]  # fmt: skip
-FEW = ("none", "list", "eagle", "dflash")
-"""What `make test` asks; the equality matrix has the tokens of all."""
 
 
 def settings(folder: Path, **more: object) -> dict[str, object]:
-    return {
-        **asdict(LoadOptions(amp="f32", batch_size=2, n_positions=128)),
-        "backend": "eager",
-        "folder": str(folder),
-        **more,
-    }
+    load = asdict(LoadOptions(amp="f32", batch_size=2, n_positions=128))
+    return {**load, "backend": "eager", "folder": str(folder), **more}
 
 
 def test_every_registry_row_of_a_models_file_is_served() -> None:
@@ -108,22 +98,6 @@ def test_a_drafter_is_the_same_in_every_place(
     assert names == dict.fromkeys(places, several.get(row, [row]))
 
 
-@pytest.mark.parametrize("row", [pytest.param(one, marks=() if one in FEW else pytest.mark.full) for one in ROWS])
-def test_a_draft_in_the_targets_process_changes_no_token(workshop: Workshop, tmp_path: Path, row: str) -> None:
-    kind = KINDS.get(row, "grouped")
-    target = workshop.checkpoint(kind=kind)
-    save_heads(target, tmp_path)
-    draft = drafts(workshop.checkpoint("draft"), tmp_path)[row]
-    host = make_target(settings(target, draft=draft, n_positions=96), None)
-    width = host.generator.drafter.draft_shape.num_draft_tokens + 1
-    plain = SpeculativeGenerator(None, fresh(target, batch_size=2), k=0, verify_width=width)
-    expected = plain.sample([list(p) for p in PROMPTS], return_dict=True, **SAMPLED).sequences
-    texts = {0: list(PROMPTS[0]), 1: list(PROMPTS[1])}
-    for output in asked(host, "t", PROMPTS, SamplingParams(**SAMPLED)):  # type: ignore[arg-type]
-        texts[output.index] += output.tokens
-    assert [texts[0], texts[1]] == [row[: len(texts[i])].tolist() for i, row in enumerate(expected)]
-
-
 def test_the_target_is_loaded_in_a_thread_that_has_ended(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else OpenMP would have a team of threads for it, and one for the engine: more than there are CPUs."""
     threads: list[threading.Thread] = []
@@ -140,34 +114,18 @@ def test_an_in_process_draft_is_fused_unless_configured_otherwise(workshop: Work
     assert isinstance(rounds, Rounds) and [plan.fused is not None for plan in rounds.plans.values()] == [fused is None]
 
 
-def test_keys_of_a_models_file_equal_the_generators(workshop: Workshop) -> None:
-    keys = {"draft": "ngram", "k": [0, 2, 4], "acceptor": "typical:epsilon=0.2", "exact": False}
-    config = WorkerConfig.from_settings(settings(workshop.checkpoint(), **keys)).speculative
-    assert (config.k, config.exact, config.acceptor.name) == ((0, 2, 4), False, "typical")
-    with pytest.raises(ConfigurationError, match="acceptor: expected a drafter"):
-        WorkerConfig.from_settings(settings(workshop.checkpoint(), acceptor="reject"))
-
-
-def with_tokenizers(folder: Path) -> Path:
-    """A target, and a draft with another tokenizer."""
-    save_pair(folder)
-    every_byte().save_pretrained(folder / "target")
-    bytes_merged(90).save_pretrained(folder / "draft")
-    return folder
-
-
 def test_tokenizers_are_compared_wherever_the_draft_runs(tmp_path: Path) -> None:
-    home = with_tokenizers(tmp_path)
-    with pytest.raises(PairingError, match="use a draft trained with the target's tokenizer, or set"):
-        make_target(settings(home / "target", draft=str(home / "draft")), None)
-    with pytest.raises(PairingError, match="use a draft trained with the target's tokenizer, or set"):
-        make_drafters(settings(home / "draft", targets=[str(home / "target")]))
-    assert make_drafters(settings(home / "draft", targets=[]))  # a target that is not known yet
-
-
-def test_a_missing_draft_is_named(workshop: Workshop) -> None:
-    with pytest.raises(CheckpointError, match="got 'nothing'"):
-        make_target(settings(workshop.checkpoint(), draft="nothing"), None)
+    save_pair(tmp_path)
+    every_byte().save_pretrained(tmp_path / "target")
+    bytes_merged(90).save_pretrained(tmp_path / "draft")
+    target, draft = tmp_path / "target", tmp_path / "draft"
+    for load in (
+        lambda: make_target(settings(target, draft=str(draft)), None),
+        lambda: make_drafters(settings(draft, targets=[str(target)])),
+    ):
+        with pytest.raises(PairingError, match="use a draft trained with the target's tokenizer, or set"):
+            load()
+    assert make_drafters(settings(draft, targets=[]))  # a target that is not known yet
 
 
 def test_parameters_cross_processes_or_are_rejected_by_name() -> None:
