@@ -71,7 +71,7 @@ class Lines {
  public:
   Lines(int64_t M, int64_t K, int64_t format, Fill fill)
       : M_(M), K_(K), format_(format), size_(prepared(format, K)), fill_(fill),
-        all_(tiled(format) ? tiled_size(M, K) : M * size_), common_(M > FEW ? room_.data(all_) : nullptr) {}
+        all_(tiled(format, M) ? tiled_size(M, K) : M * size_), common_(M > FEW ? room_.data(all_) : nullptr) {}
 
   auto loop() {
     return Loop{common_ ? M_ : 0, [this](int64_t begin, int64_t end, bool) {
@@ -92,7 +92,7 @@ class Lines {
     static thread_local std::vector<float> line;
     if ((int64_t)line.size() < K_ + size_) line.resize(K_ + size_);
     const float* from = fill_(m, line.data());
-    if (!tiled(format_)) return arrange_line(format_, from, to + m * size_, K_);
+    if (!tiled(format_, M_)) return arrange_line(format_, from, to + m * size_, K_);
     arrange_line(format_, from, line.data() + K_, K_);
     tiled_line(line.data() + K_, to, m, M_, K_);
   }
