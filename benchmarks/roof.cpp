@@ -39,6 +39,14 @@ int64_t run(int64_t turns, int64_t each, Turn turn) {
 extern "C" int64_t roof(int64_t format, int64_t turns) {
   const Wide a = in_register(spread<Wide>(1.0f));
   const Ints<Wide> one = in_register((Ints<Wide>)a), other = in_register((Ints<Wide>)spread<Wide>(2.0f));
+#ifdef PACELINE_TILES
+  if (format == INT8 && tiles()) {
+    const Tiles configured;
+    for (int64_t i = 0; i < turns; i++)
+      each<4>([](auto sum) { multiply_add_tiles<sum, 4 + sum / 2, 6 + sum % 2>(); });
+    return turns * 4 * TILE_ROWS * TILE * TOGETHER;
+  }
+#endif
   if (format == INT8)
     return run<Ints<Wide>>(turns, STEP, [&](auto& sum) { multiply_add_integers(sum, opaque(one), other); });
   if (integers(format))

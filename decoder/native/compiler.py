@@ -75,13 +75,15 @@ _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 PROCESSORS = (
     CpuKind(
         "x86-64-v4-bf16",
-        ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"),
+        ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni", "-mamx-int8"),
         _V4 | {"avx512_bf16", "avx512_vnni"},
     ),
     CpuKind("x86-64-v4", ("-march=x86-64-v4",), _V4),
     CpuKind("x86-64-v3", ("-march=x86-64-v3",), _V3),
 )
-"""Processors, the fastest first. Results are bitwise identical on all: see integers.h, pairs.h and vectors.h."""
+"""Processors, the fastest first. Results are bitwise identical on all: see integers.h, pairs.h and vectors.h. AMX is
+compiled in where it may be present, and used if it is (tiles.h).
+"""
 
 
 def fitting(flags: frozenset[str]) -> list[CpuKind]:

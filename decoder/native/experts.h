@@ -76,19 +76,18 @@ inline void mixture(const Mixture& s, const Stored& gate_up, const Stored& down)
   const std::vector<int64_t> real = s.rows();
   const Pairs pairs(s.shares, real, s.experts);
   const int64_t P = pairs.rows.size(), H = s.width, F = s.inner, line = (F + VL - 1) / VL * VL;
-  const int64_t wide = prepared(gate_up.format, H), narrow = prepared(down.format, F);
   std::vector<float> gates(P * line), ups(P * line);
   Lines x(P, H, gate_up.format, [&](int64_t p, float*) { return s.in + pairs.rows[p] * H; });
   Lines y(P, F, down.format, [&](int64_t p, float*) { return gates.data() + p * line; });
   // Over the inner numbers of all active experts, in order.
   const Loop making{(int64_t)pairs.experts.size() * line, [&](int64_t begin, int64_t end, bool begins) {
-    const float* prepared = x.get(begins);
+    const Prepared prepared = x.get(begins);
     for (int64_t at = begin, next; at < end; at = next) {
       const auto& [number, first, last] = pairs.experts[at / line];
       next = std::min(end, (at / line + 1) * line);
       const int64_t from = at % line, to = std::min(from + next - at, F);
       for (auto [found, start] : {std::pair{&gates, number * 2 * F}, std::pair{&ups, number * 2 * F + F}}) {
-        product(prepared + first * wide, gate_up, last - first, H, start + from, start + to,
+        product(prepared.from(first), gate_up, last - first, H, start + from, start + to,
                 found->data() + first * line + from, line);
         for (int64_t p = first; s.bias && p < last; p++)
           for (int64_t n = from; n < to; n++) (*found)[p * line + n] += s.bias[start + n];
@@ -102,14 +101,14 @@ inline void mixture(const Mixture& s, const Stored& gate_up, const Stored& down)
   }, VL};
   // The thread of a column adds up all experts for it, in their order.
   const Loop adding{H, [&](int64_t begin, int64_t end, bool begins) {
-    const float* prepared = y.get(begins);
+    const Prepared prepared = y.get(begins);
     s.clear(s.out, H, begin, end);
     for (const int64_t row : real) std::fill(s.out + row * H + begin, s.out + row * H + end, 0.0f);
     for (const auto& [number, first, last] : pairs.experts) {
       static thread_local std::vector<float> made;
       const int64_t start = number * H, M = last - first, size = end - begin;
       if ((int64_t)made.size() < M * size) made.resize(M * size);
-      product(prepared + first * narrow, down, M, F, start + begin, start + end, made.data(), size);
+      product(prepared.from(first), down, M, F, start + begin, start + end, made.data(), size);
       for (int64_t m = 0; m < M; m++) {
         float* to = s.out + pairs.rows[first + m] * H + begin;
         for (int64_t n = 0; n < size; n++) to[n] += pairs.shares[first + m] * made[m * size + n];

@@ -1,12 +1,16 @@
 // Matmuls with quantised weights: activations are converted to 16-bit integers with one scale per row, once per matmul,
 // and multiplied as integers.
 //
-// A row x becomes round(x * (32767 / max |x|)), ties to even; a row with a NaN or infinity gives NaN. Weights are
-// integers of at most 8 bits. Lane j of eight sums the products of numbers 2j and 2j + 1 of every STEP as an int32:
-// exactly, so that every processor has the same bits with any instruction (`vpdpwssd` of AVX512_VNNI and
-// AVX_VNNI, `vpmaddwd`, `smull` of NEON, or a loop; ARM's dot products add four numbers of 8 bits, so they cannot). Lanes are converted to float32 once per block of 32, and multiplied by its scale,
-// or once per SEGMENT numbers if rows have scales. tests/decoder/test_integer_products.py has the same computation in
-// NumPy.
+// A row x becomes round(x * (LARGEST / max |x|)), ties to even; a row with a NaN or infinity gives NaN. Weights are
+// integers of at most 8 bits, and sums of products are exact int32, so that every processor has the same bits with any
+// instruction (`vpdpwssd` of AVX512_VNNI and AVX_VNNI, `vpmaddwd`, `smull` of NEON, or a loop; ARM's dot products add
+// four numbers of 8 bits, so they cannot).
+//
+// Rows with one scale: LARGEST is 16383, so that an int32 holds the sum of a SEGMENT of numbers in any order, which
+// AMX's 8-bit halves need (tiles.h). It is converted to float32 once, and segments are added in order.
+//
+// Blocks of 32: LARGEST is 32767. Lane j of eight sums the products of numbers 2j and 2j + 1 of every STEP; it is
+// converted to float32 and multiplied by the block's scale. tests/decoder/test_integer_products.py has both in NumPy.
 #pragma once
 
 #include <algorithm>
@@ -36,11 +40,10 @@ constexpr int INTEGER_SUMS = 1;
 constexpr int INTEGER_SUMS = 0;
 #endif
 
-constexpr float LARGEST_INTEGER = 32767.0f;
-constexpr float LEAST_TOP = 0x1p-100f;  // a row's largest number counts as at least this, so that 32767 / it is finite
-// Numbers of K whose products a lane can add up: 512 of at most 128 * 32767 are less than 2^31.
-constexpr int64_t SEGMENT = 512 / 2 * STEP;
-static_assert(SEGMENT / VL * 128 * 32767 < (int64_t)1 << 31);
+constexpr float LEAST_TOP = 0x1p-100f;  // a row's largest number counts as at least this: LARGEST / it is finite
+inline float largest_integer(int64_t format) { return format == INT8 ? 16383.0f : 32767.0f; }
+constexpr int64_t SEGMENT = 1024;  // numbers of K
+static_assert(SEGMENT * 128 * 16383 < (int64_t)1 << 31);
 static_assert((int64_t)GROUP / VL * 128 * 32767 < (int64_t)1 << 31);
 
 // A line: the integers, zeros up to a whole STEP; the scale; of blocks with a least number the sums of each block's
@@ -71,7 +74,7 @@ inline void integer_line(int64_t format, const float* x, float* to, int64_t K) {
   std::memcpy(&most, &top, sizeof most);
   const bool finite = top < 0x7f800000;
   if (most < LEAST_TOP) most = LEAST_TOP;
-  const float inverse = finite ? LARGEST_INTEGER / most : 0.0f;
+  const float inverse = finite ? largest_integer(format) / most : 0.0f;
   int16_t* integer = (int16_t*)to;
   // Added to a number whose last bit is worth 1, a value is rounded to an integer, in the lower bits.
   constexpr float BESIDE = 0x1.8p23f;
@@ -86,7 +89,7 @@ inline void integer_line(int64_t format, const float* x, float* to, int64_t K) {
     std::memcpy(&word, &sum, sizeof word);
     integer[k] = (int16_t)word;
   }
-  to[integer_words(K)] = finite ? most / LARGEST_INTEGER : NAN;
+  to[integer_words(K)] = finite ? most / largest_integer(format) : NAN;
   if (format != Q4_1) return;
   float* sums = to + sums_place(K);
   const int64_t groups = K / GROUP;
@@ -101,7 +104,6 @@ inline void integer_line(int64_t format, const float* x, float* to, int64_t K) {
 // ----------------------------------------------------------------------------------------------- registers of integers --
 // As wide as a V, of int32 or of twice as many int16. Not a V that holds them: gcc then keeps sums in memory.
 
-typedef int32_t WideI __attribute__((vector_size(sizeof(Wide))));
 template <class V>
 using Ints = std::conditional_t<sizeof(V) == sizeof(Vec), VecI, WideI>;
 
@@ -214,16 +216,14 @@ template <class V, int ROWS, int COLS, class Fetch>
 inline __attribute__((always_inline)) void multiply(const float* x, int64_t size, const Int8& w, float* found,
                                                     Fetch fetch) {
   constexpr int EACH = sizeof(V) / sizeof(Vec), ALL = COLS * EACH;
-  const int64_t K = w.K, whole = K / STEP * STEP;
-  if (whole == 0) std::fill(found, found + ROWS * ALL, 0.0f);
-  int64_t k = 0;
-  for (int64_t end = std::min(whole, SEGMENT); k < whole; end = std::min(whole, end + SEGMENT)) {
+  const int64_t K = w.K;
+  for (int64_t k = 0, end = std::min(K, SEGMENT); k < K; k = end, end = std::min(K, end + SEGMENT)) {
     Ints<V> exact[ROWS * COLS];
     UNROLLED for (int i = 0; i < ROWS * COLS; i++) exact[i] = Ints<V>{};
-    auto step = [&](int64_t at) __attribute__((always_inline)) {
+    auto step = [&](int64_t at, auto address) __attribute__((always_inline)) {
       Ints<V> column[COLS];
       UNROLLED for (int n = 0; n < COLS; n++)
-        column[n] = widened<int8_t>(bytes_of<V>([&](int i) { return w.data + (n * EACH + i) * K + at; }));
+        column[n] = widened<int8_t>(bytes_of<V>([&](int i) { return address(n * EACH + i, at); }));
       UNROLLED for (int m = 0; m < ROWS; m++) {
         const Ints<V> row = row_integers<V>(x + m * size + at / 2);
         UNROLLED for (int n = 0; n < COLS; n++) {
@@ -232,28 +232,26 @@ inline __attribute__((always_inline)) void multiply(const float* x, int64_t size
         }
       }
     };
-    for (; k + 2 * STEP <= end; k += 2 * STEP) {
+    auto weight = [&](int n, int64_t at) { return w.data + n * K + at; };
+    int64_t at = k;
+    for (; at + 2 * STEP <= end; at += 2 * STEP) {
       fetch(std::integral_constant<int64_t, 2 * STEP>{});
-      step(k), step(k + STEP);
+      step(at, weight), step(at + STEP, weight);
     }
-    if (k < end) step(k), k += STEP;
-    V sum[ROWS * COLS];
-    UNROLLED for (int i = 0; i < ROWS * COLS; i++) sum[i] = __builtin_convertvector(exact[i], V);
-    if (end <= SEGMENT) {
-      totals<ROWS * COLS>(sum, found);
+    if (at + STEP <= end) step(at, weight), at += STEP;
+    if (at < end) {
+      int8_t rest[ALL][STEP] = {};
+      for (int n = 0; n < ALL; n++) std::memcpy(rest[n], weight(n, at), end - at);
+      step(at, [&](int n, int64_t) { return rest[n]; });
+    }
+    if (k == 0) {
+      totals<ROWS * COLS>(exact, found);
     } else {
       float more[ROWS * ALL];
-      totals<ROWS * COLS>(sum, more);
+      totals<ROWS * COLS>(exact, more);
       for (int i = 0; i < ROWS * ALL; i++) found[i] += more[i];
     }
   }
-  if (whole == K) return;
-  for (int m = 0; m < ROWS; m++)
-    for (int n = 0; n < ALL; n++) {
-      int32_t rest = 0;
-      for (k = whole; k < K; k++) rest += ((const int16_t*)(x + m * size))[k] * w.data[n * K + k];
-      found[m * ALL + n] += (float)rest;
-    }
 }
 
 // The same for blocks of 32 numbers: each adds its scale times its sums and, once per eight blocks, their least numbers

@@ -102,6 +102,9 @@ extern "C" int64_t paceline_pairs() { return PAIRS; }
 // Instructions that sum products of integers: 2: one, 1: two, 0: a loop.
 extern "C" int64_t paceline_integer_sums() { return INTEGER_SUMS; }
 
+// Whether matmuls with int8 rows use AMX.
+extern "C" int64_t paceline_tiles() { return tiles(); }
+
 // The noise of ids 0 to n - 1 of one row, to be compared with paceline.core.noise.
 extern "C" void paceline_gumbel(const int32_t* seed, int64_t position, int64_t stream, float* out, int64_t n) {
   const RowKeys row(seed, (int32_t)position, stream);

@@ -175,7 +175,7 @@ inline void mlp_half(const Stream& s, const Numbers& weight, const Matrix& gate_
   });
   Lines y(M, F, down.format, [&](int64_t m, float*) { return gates.data() + m * line; });
   const Loop making{F, [&](int64_t begin, int64_t end, bool first) {
-    const float* prepared = x.get(first);
+    const Prepared prepared = x.get(first);
     product(prepared, gate_up, M, H, begin, end, gates.data() + begin, line);
     product(prepared, gate_up, M, H, F + begin, F + end, ups.data() + begin, line);
     for (int64_t m = 0; m < M; m++) {

@@ -4,9 +4,9 @@
 #include <algorithm>
 #include <vector>
 
-#include "integers.h"
 #include "pairs.h"
 #include "team.h"
+#include "tiles.h"
 
 namespace paceline [[gnu::visibility("hidden")]] {
 
@@ -71,30 +71,34 @@ class Lines {
  public:
   Lines(int64_t M, int64_t K, int64_t format, Fill fill)
       : M_(M), K_(K), format_(format), size_(prepared(format, K)), fill_(fill),
-        common_(M > FEW ? room_.data(M * size_) : nullptr) {}
+        all_(tiled(format, M) ? tiled_size(M, K) : M * size_), common_(M > FEW ? room_.data(all_) : nullptr) {}
 
   auto loop() {
     return Loop{common_ ? M_ : 0, [this](int64_t begin, int64_t end, bool) {
-                  for (int64_t m = begin; m < end; m++) write(m, common_ + m * size_);
+                  for (int64_t m = begin; m < end; m++) write(m, common_);
                 }};
   }
   // For a thread that begins with the matmul; `first`: its first piece.
-  const float* get(bool first) const {
-    if (common_) return common_;
+  Prepared get(bool first) const {
+    if (common_) return {common_, 0, M_};
     static thread_local Room own;
-    float* lines = own.data(M_ * size_);
-    for (int64_t m = 0; first && m < M_; m++) write(m, lines + m * size_);
-    return lines;
+    float* lines = own.data(all_);
+    for (int64_t m = 0; first && m < M_; m++) write(m, lines);
+    return {lines, 0, M_};
   }
 
  private:
   void write(int64_t m, float* to) const {
     static thread_local std::vector<float> line;
-    if ((int64_t)line.size() < K_) line.resize(K_);
-    arrange_line(format_, fill_(m, line.data()), to, K_);
+    if ((int64_t)line.size() < K_ + size_) line.resize(K_ + size_);
+    const float* from = fill_(m, line.data());
+    if (!tiled(format_, M_)) return arrange_line(format_, from, to + m * size_, K_);
+    arrange_line(format_, from, line.data() + K_, K_);
+    tiled_line(line.data() + K_, to, m, M_, K_);
   }
   int64_t M_, K_, format_, size_;
   Fill fill_;
+  int64_t all_;
   Room room_;
   float* common_;
 };
@@ -103,13 +107,13 @@ class Lines {
 
 // to [M, stride] = results n from `begin` to `end` of M prepared rows with a matrix whose rows have K numbers. In
 // products.cpp.
-void product(const float* x, const Stored& weight, int64_t M, int64_t K, int64_t begin, int64_t end, float* to,
+void product(const Prepared& x, const Stored& weight, int64_t M, int64_t K, int64_t begin, int64_t end, float* to,
              int64_t stride);
 
 // The same for some of the rows of an output [all rows, N]: take(to, made, size) gets each row's address and its
 // results.
 template <class Take>
-void product_rows(const float* x, const Stored& weight, const std::vector<int64_t>& rows, int64_t K, int64_t begin,
+void product_rows(const Prepared& x, const Stored& weight, const std::vector<int64_t>& rows, int64_t K, int64_t begin,
                   int64_t end, Take take) {
   static thread_local std::vector<float> made;
   const int64_t M = rows.size(), size = end - begin;

@@ -127,9 +127,14 @@ int64_t columns(const float* x, int64_t size, const R& w, int64_t M, int64_t n, 
 }
 
 // Few rows of x stay in the cache; of many, a block stays in it while all of these weights are read.
-void product(const float* x, const Stored& weight, int64_t M, int64_t K, int64_t begin, int64_t end, float* to,
+void product(const Prepared& lines, const Stored& weight, int64_t M, int64_t K, int64_t begin, int64_t end, float* to,
              int64_t stride) {
+#ifdef PACELINE_TILES
+  if (tiled(weight.format, lines.count))
+    return tiled_product(lines, Int8{(const int8_t*)weight.data, K, weight.scales}, M, begin, end, to, stride);
+#endif
   const int64_t size = prepared(weight.format, K);
+  const float* x = lines.data + lines.first * size;
   const Flushed flushed(weight.format == BFLOAT16);
   in_format(weight, K, [&](const auto& w) {
     typedef std::decay_t<decltype(w)> R;

@@ -162,25 +162,44 @@ inline void multiply_add(Vec& sum, Vec a, Vec b) {
   for (int i = 0; i < VL; i++) sum[i] = __builtin_fmaf(a[i], b[i], sum[i]);
 #endif
 }
-inline float total(Vec v) {  // ((0 + 4) + (2 + 6)) + ((1 + 5) + (3 + 7))
+// The numbers of a V, and a vector of four of them.
+template <class V>
+using Lane = std::decay_t<decltype(std::declval<V&>()[0])>;
+template <class V>
+struct FourOf {
+  typedef Lane<V> type __attribute__((vector_size(16)));
+};
+template <class V>
+using Four = typename FourOf<V>::type;
 #ifdef __AVX2__
-  __m128 half = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
-  half = _mm_add_ps(half, _mm_movehl_ps(half, half));
-  return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+template <class V>
+inline Four<V> folded(V v) {
+  return (Four<V>)_mm256_castps256_ps128((__m256)v) + (Four<V>)_mm256_extractf128_ps((__m256)v, 1);
+}
+#endif
+// ((0 + 4) + (2 + 6)) + ((1 + 5) + (3 + 7)); the sum of integers is exact, and then rounded.
+template <class V>
+inline float total(V v) {
+#ifdef __AVX2__
+  Four<V> half = folded(v);
+  half += (Four<V>)_mm_movehl_ps((__m128)half, (__m128)half);
+  return (float)(half[0] + half[1]);
 #else
-  return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
+  return (float)(((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7])));
 #endif
 }
 // The totals of four vectors, each summed as `total` does: together they take half of the instructions.
-inline void totals(Vec a, Vec b, Vec c, Vec d, float* to) {
+template <class V>
+inline void totals(V a, V b, V c, V d, float* to) {
 #ifdef __AVX2__
-  auto half = [](Vec v) { return _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1)); };
-  auto pairs = [&](Vec first, Vec second) {
-    const __m128 x = half(first), y = half(second);
-    return _mm_add_ps(_mm_movelh_ps(x, y), _mm_movehl_ps(y, x));
+  auto pairs = [&](V first, V second) {
+    const __m128 x = (__m128)folded(first), y = (__m128)folded(second);
+    return (__m128)((Four<V>)_mm_movelh_ps(x, y) + (Four<V>)_mm_movehl_ps(y, x));
   };
   const __m128 left = pairs(a, b), right = pairs(c, d);
-  _mm_storeu_ps(to, _mm_add_ps(_mm_shuffle_ps(left, right, 0x88), _mm_shuffle_ps(left, right, 0xdd)));
+  const Four<V> all = (Four<V>)_mm_shuffle_ps(left, right, 0x88) + (Four<V>)_mm_shuffle_ps(left, right, 0xdd);
+  const Four<Vec> found = __builtin_convertvector(all, Four<Vec>);
+  std::memcpy(to, &found, sizeof found);
 #else
   to[0] = total(a), to[1] = total(b), to[2] = total(c), to[3] = total(d);
 #endif
@@ -216,6 +235,7 @@ constexpr int ABREAST = 1;
 #endif
 typedef float Wide __attribute__((vector_size(ABREAST * VL * 4)));
 typedef uint32_t WideU __attribute__((vector_size(ABREAST * VL * 4)));
+typedef int32_t WideI __attribute__((vector_size(ABREAST * VL * 4)));
 
 // The same eight numbers in all of them.
 template <class V>
@@ -238,13 +258,6 @@ inline V side_by_side(Of of) {  // of(i) for each vector of a V
   else return beside<V>(of(0), of(1));
 }
 
-// found[i] = the total of vector i of these sums
-template <int N>
-inline __attribute__((always_inline)) void totals(const Vec* sum, float* found) {
-  UNROLLED for (int i = 0; i + 4 <= N; i += 4) totals(sum[i], sum[i + 1], sum[i + 2], sum[i + 3], found + i);
-  UNROLLED for (int i = N / 4 * 4; i < N; i++) found[i] = total(sum[i]);
-}
-
 #if defined(__AVX512F__) && defined(__AVX512DQ__)
 template <>
 inline Wide repeated<Wide>(const float* p) {
@@ -259,25 +272,37 @@ inline Wide beside<Wide>(Vec a, Vec b) {
   return (Wide)_mm512_insertf32x8(_mm512_castps256_ps512((__m256)a), (__m256)b, 1);
 }
 inline void multiply_add(Wide& sum, Wide a, Wide b) { sum = (Wide)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum); }
-inline void totals(Wide a, Wide b, Wide c, Wide d, float* to) {  // each as `total` adds it
-  auto halves = [](Wide x, Wide y) {
+template <class V>
+inline void wide_totals(V a, V b, V c, V d, float* to) {  // each as `total` adds it
+  auto halves = [](V x, V y) {
     const __m512 p = (__m512)x, q = (__m512)y;
-    return _mm512_add_ps(_mm512_shuffle_f32x4(p, q, 0x88), _mm512_shuffle_f32x4(p, q, 0xdd));
+    return (__m512)((V)_mm512_shuffle_f32x4(p, q, 0x88) + (V)_mm512_shuffle_f32x4(p, q, 0xdd));
   };
   const __m512 left = halves(a, b), right = halves(c, d);
-  const __m512 pairs = _mm512_add_ps(_mm512_shuffle_ps(left, right, 0x44), _mm512_shuffle_ps(left, right, 0xee));
-  const __m512 all = _mm512_add_ps(pairs, _mm512_permute_ps(pairs, 0xb1));
+  const V pairs = (V)_mm512_shuffle_ps(left, right, 0x44) + (V)_mm512_shuffle_ps(left, right, 0xee);
+  const Wide all = __builtin_convertvector(pairs + (V)_mm512_permute_ps((__m512)pairs, 0xb1), Wide);
   const __m512i places = _mm512_setr_epi32(0, 4, 8, 12, 2, 6, 10, 14, 0, 0, 0, 0, 0, 0, 0, 0);
-  _mm256_storeu_ps(to, _mm512_castps512_ps256(_mm512_permutexvar_ps(places, all)));
-}
-template <int N>
-inline __attribute__((always_inline)) void totals(const Wide* sum, float* found) {
-  UNROLLED for (int i = 0; i + 4 <= N; i += 4) totals(sum[i], sum[i + 1], sum[i + 2], sum[i + 3], found + 2 * i);
-  UNROLLED for (int i = N / 4 * 4; i < N; i++) {
-    found[2 * i] = total((Vec)_mm512_castps512_ps256((__m512)sum[i]));
-    found[2 * i + 1] = total((Vec)_mm512_extractf32x8_ps((__m512)sum[i], 1));
-  }
+  _mm256_storeu_ps(to, _mm512_castps512_ps256(_mm512_permutexvar_ps(places, (__m512)all)));
 }
 #endif
+
+// found[i] = the total of vector i of these sums
+template <int N, class V>
+inline __attribute__((always_inline)) void totals(const V* sum, float* found) {
+  if constexpr (sizeof(V) == sizeof(Vec)) {
+    UNROLLED for (int i = 0; i + 4 <= N; i += 4) totals(sum[i], sum[i + 1], sum[i + 2], sum[i + 3], found + i);
+    UNROLLED for (int i = N / 4 * 4; i < N; i++) found[i] = total(sum[i]);
+  } else {
+#if defined(__AVX512F__) && defined(__AVX512DQ__)
+    typedef std::conditional_t<std::is_same_v<V, Wide>, Vec, VecI> Half;
+    UNROLLED for (int i = 0; i + 4 <= N; i += 4)
+      wide_totals(sum[i], sum[i + 1], sum[i + 2], sum[i + 3], found + 2 * i);
+    UNROLLED for (int i = N / 4 * 4; i < N; i++) {
+      found[2 * i] = total((Half)_mm512_castps512_ps256((__m512)sum[i]));
+      found[2 * i + 1] = total((Half)_mm512_extractf32x8_ps((__m512)sum[i], 1));
+    }
+#endif
+  }
+}
 
 }  // namespace paceline

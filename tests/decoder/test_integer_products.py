@@ -1,4 +1,4 @@
-"""Products of int8 and blocks: activations become integers of 16 bits, and sums are exact on every processor."""
+"""Products of int8 and blocks: activations become integers, and sums are exact on every processor."""
 
 from __future__ import annotations
 
@@ -19,17 +19,23 @@ from tests.decoder.other_kernels import call, kernels, numbers
 FORMATS = [WeightFormat.INT8, WeightFormat.Q8_0, WeightFormat.Q4_0, WeightFormat.Q4_1]
 SHAPES = [(32, 5), (64, 3), (96, 6), (288, 9), (1056, 4)]
 """K and N: one block, some, more than eight of them, and more than fill a register's columns."""
-ODD = [(1, 3), (15, 2), (17, 4), (50, 7), (4096 + 33, 5)]
-"""K and N of int8 alone: no whole step of sixteen, a remainder, and more than a lane of int32 may sum."""
-LARGEST, LEAST_TOP, SEGMENT = np.float32(32767), np.float32(2.0**-100), 4096
+ODD = [(1, 3), (15, 2), (17, 4), (50, 7), (64, 16), (130, 33), (1024, 47), (4096 + 33, 21)]
+"""K and N of int8 alone: no whole step of 16 or tile of 16 rows and 64 columns, a remainder, and more than an int32 may
+sum.
+"""
+LEAST_TOP, SEGMENT = np.float32(2.0**-100), 1024
 Floats = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.int64]
 
 
-def rounded(x: Floats) -> tuple[Integers, Floats]:
+def largest(form: WeightFormat) -> np.float32:
+    return np.float32(32767 if form.block_bytes else 16383)
+
+
+def rounded(x: Floats, form: WeightFormat) -> tuple[Integers, Floats]:
     """Activations [M, K] as integers, and the scales of the rows [M]."""
     most = np.maximum(np.abs(x).max(1, keepdims=True), LEAST_TOP)
-    return np.rint(x * (LARGEST / most)).astype(np.int64), (most / LARGEST)[:, 0]
+    return np.rint(x * (largest(form) / most)).astype(np.int64), (most / largest(form))[:, 0]
 
 
 def lanes(a: Integers, w: Integers) -> Floats:
@@ -54,14 +60,14 @@ def fused(sums: Floats, a: Floats, b: Floats) -> Floats:
 
 
 def by_rows(a: Integers, stored: QuantizedTensor) -> Floats:
-    """Sums with weights whose rows have scales, without these."""
+    """Sums with weights whose rows have scales, without these: exact in a segment, in any order."""
     w = stored.data.numpy().astype(np.int64)
-    whole = a.shape[1] // 16 * 16
     found = np.zeros((len(a), len(w)), np.float32)
-    for k in range(0, whole, SEGMENT):
-        end = min(whole, k + SEGMENT)
-        found = found + total(lanes(a[:, k:end], w[:, k:end]))
-    return found + (a[:, whole:] @ w[:, whole:].T).astype(np.float32)
+    for k in range(0, a.shape[1], SEGMENT):
+        x, y = a[:, k : k + SEGMENT], w[:, k : k + SEGMENT].T
+        assert (np.abs(x) @ np.abs(y)).max() < 2**31, "an int32 holds it"
+        found = found + (x @ y).astype(np.float32)
+    return found
 
 
 def by_blocks(a: Integers, stored: QuantizedTensor) -> Floats:
@@ -91,7 +97,7 @@ def by_blocks(a: Integers, stored: QuantizedTensor) -> Floats:
 
 def in_order(x: Tensor, stored: QuantizedTensor) -> Tensor:
     """The product as the kernels compute it. x [M, K]"""
-    a, scales = rounded(x.numpy())
+    a, scales = rounded(x.numpy(), stored.format)
     found = (by_blocks if stored.format.block_bytes else by_rows)(a, stored) * scales[:, None]
     return torch.from_numpy(found if stored.scales is None else found * stored.scales.numpy())
 
@@ -109,15 +115,33 @@ def test_integer_matmuls_sum_exactly_in_one_order(native: Native, shape: tuple[i
         assert torch.equal(native.linear(x[None], packed)[0], in_order(x, stored))
 
 
+@pytest.mark.parametrize("shape", [(64, 16), (96, 40), (1056, 37)])
+def test_every_number_of_rows_has_the_same_sums(native: Native, shape: tuple[int, int]) -> None:
+    """From one on, to those of several tiles."""
+    K, N = shape
+    stored, x = quantize(numbers(N, K, seed=1), WeightFormat.INT8), numbers(40, K)
+    packed, wanted = PackedMatrix(stored), in_order(x, stored)
+    for rows in range(1, 41):
+        assert torch.equal(native.linear(x[None, :rows], packed)[0], wanted[:rows])
+
+
 def test_ties_round_to_even_and_zeros_stay_zero(native: Native) -> None:
     one = QuantizedTensor(torch.eye(16, dtype=torch.int8), torch.ones(16), WeightFormat.INT8, 16)
-    x = torch.tensor([32767, 0.5, 1.5, 2.5, -0.5, -1.5, 0.49, 0.51, -32767.0, *range(7)])
-    wanted = torch.tensor([32767, 0, 2, 2, 0, -2, 0, 1, -32767.0, *range(7)])
+    x = torch.tensor([16383, 0.5, 1.5, 2.5, -0.5, -1.5, 0.49, 0.51, -16383.0, *range(7)])
+    wanted = torch.tensor([16383, 0, 2, 2, 0, -2, 0, 1, -16383.0, *range(7)])
     for scale in (1.0, 2.0**-60, 2.0**90):  # powers of two change no bit
         assert torch.equal(native.linear((x * scale).view(1, 1, 16), PackedMatrix(one)).view(16), wanted * scale)
     assert not native.linear(torch.zeros(1, 2, 16), PackedMatrix(one)).any()
-    tiny = torch.full((1, 1, 16), 2.0**-117)  # of the least largest number a fifth of a step
+    tiny = torch.full((1, 1, 16), 2.0**-117)  # of the least largest number an eighth of a step
     assert not native.linear(tiny, PackedMatrix(one)).any()
+
+
+def test_every_activation_is_exact(native: Native) -> None:
+    """All integers from -16383 to 16383, each by a weight of one."""
+    one = QuantizedTensor(torch.eye(64, dtype=torch.int8), torch.ones(64), WeightFormat.INT8, 64)
+    x = torch.full((521, 64), 16383.0)
+    x[:, 1:] = torch.arange(-16383.0, -16383 + 521 * 63).clamp(max=16383).view(521, 63)
+    assert torch.equal(native.linear(x[None], PackedMatrix(one))[0], x)
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.value)
@@ -133,29 +157,33 @@ def test_nan_and_infinity_stay_in_their_row(native: Native, form: WeightFormat) 
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_integer_lanes_do_not_overflow(native: Native, sign: int) -> None:
+def test_integer_sums_do_not_overflow(native: Native, sign: int) -> None:
     """All products as large as they can be. Checkpoints may have -128, which is not made in this test."""
     K = 3 * SEGMENT + 16
     stored = QuantizedTensor(torch.full((3, K), -128, dtype=torch.int8), torch.ones(3), WeightFormat.INT8, K)
-    for rows in (1, 5):
-        found = native.linear(torch.full((1, rows, K), 32767.0 * sign), PackedMatrix(stored))
-        torch.testing.assert_close(found, torch.full((1, rows, 3), -128.0 * 32767 * K * sign), rtol=1e-6, atol=0)
+    for rows in (1, 5, 9):
+        x = torch.full((rows, K), 32767.0 * sign)
+        found = native.linear(x[None], PackedMatrix(stored))[0]
+        torch.testing.assert_close(found, torch.full((rows, 3), -128.0 * 32767 * K * sign), rtol=1e-6, atol=0)
+        assert torch.equal(found, in_order(x, stored))
 
 
 Product = Callable[[Tensor, QuantizedTensor], Tensor]
 
 
-@pytest.fixture(scope="module", params=["without VNNI", "without AVX2"])
+@pytest.fixture(scope="module", params=["without AMX", "without VNNI", "without AVX2"])
 def other(request: pytest.FixtureRequest) -> Product:
     """The product by kernels that are built for a processor with fewer instructions."""
     flags, left = {
+        "without AMX": ((), 2),
         "without VNNI": (("-mno-avx512vnni", "-mno-avxvnni"), 1),
         "without AVX2": (("-mno-avx2",), 0),
     }[request.param]
-    if build.library().paceline_integer_sums() <= left:
+    own = build.library()
+    if own.paceline_tiles() + own.paceline_integer_sums() <= left:
         pytest.skip("this processor has none of these instructions")
-    library = kernels(*flags)
-    assert library.paceline_integer_sums() == left
+    library = kernels("-U__AMX_INT8__", *flags)
+    assert not library.paceline_tiles() and library.paceline_integer_sums() == left
 
     def product(x: Tensor, stored: QuantizedTensor) -> Tensor:
         made, sizes = torch.empty(len(x), stored.shape[0]), (len(x), *reversed(stored.shape), stored.format.code)
@@ -166,7 +194,7 @@ def other(request: pytest.FixtureRequest) -> Product:
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.value)
-@pytest.mark.parametrize("shape", [(64, 130), (1056, 9)])
+@pytest.mark.parametrize("shape", [(64, 130), (1056, 9), (2144, 40)])
 def test_kernels_for_older_processors_are_bitwise_identical(
     native: Native, other: Product, form: WeightFormat, shape: tuple[int, int]
 ) -> None:
