@@ -177,7 +177,7 @@ OTHERS: dict[str, Callable[[], torch.Tensor]] = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_two_streams_are_independent(name: str) -> None:
-    """Of 2^21 words each: pairs of bits at four places, the difference, and the correlation."""
+    """Pairs of bits at four places, the difference and the correlation of 2^21 words each."""
     one, other = AXES["ids"]().numpy(), OTHERS[name]().numpy()
     pvalues = [chi_square((one >> shift & 0xF) << 4 | (other >> shift & 0xF)) for shift in (0, 12, 16, 28)]
     pvalues.append(chi_square((one - other) >> 24 & 0xFF))

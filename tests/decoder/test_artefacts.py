@@ -149,7 +149,7 @@ def test_two_processes_build_once(tmp_path: Path) -> None:
 
 
 def test_a_copy_is_an_artefact(tmp_path: Path) -> None:
-    """Also one over what is there, and onto itself, as `load(folder)` and then `save(folder)` make it."""
+    """A copy may replace an artefact, or be the artefact itself: `load(folder)`, then `save(folder)`."""
     folder = cache.ensure(tmp_path / "here", FACTS, made)
     for there in (tmp_path / "far" / "there", tmp_path / "far" / "there", tmp_path / "here"):
         cache.copy(folder, there)

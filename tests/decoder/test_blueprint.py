@@ -1,4 +1,4 @@
-"""Which layers use fused kernels. What each option of a blueprint computes: `test_families.py`."""
+"""Fused kernels are used where a blueprint allows them. `test_families.py` tests what its options compute."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [2, 6, 5], [3, 5, 8, 9, 7, 9, 3, 2, 3], [7, 
 
 
 def rows_written(decoder: SamplingDecoder, call: Callable[..., Any], *given: object, **named: object) -> list[Any]:
-    """What a call returns, and how many rows after the prompt it writes in each slot."""
+    """Return the result of a call, and the number of rows after the prompt that it writes in each slot."""
     caches = [one for pair in decoder.body.caches for one in pair]
     for one in caches:
         one[:, :, len(PROMPTS[0]) :] = 0
