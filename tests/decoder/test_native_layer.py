@@ -144,7 +144,7 @@ def test_the_fused_mlp_equals_its_parts(native: Native, dtype: torch.dtype, bias
 def test_a_layer_row_is_bitwise_independent_of_other_rows(
     native: Native, restored_threads: None, dtype: torch.dtype
 ) -> None:
-    """It is the same in any window or chunk, on any number of threads, and with junk in other slots."""
+    """A row has the same bits in any window or chunk, on any number of threads, and with junk in other slots."""
     made, size = layer(dtype, biased=True), 24
     text = numbers(3, size, WIDTH, seed=21)
 
