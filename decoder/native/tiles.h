@@ -42,8 +42,8 @@ struct Prepared {
 // The layout for tiles: of every four numbers of K the units of all lines, four high and four low parts each; then the
 // lines' scales. A tile reads the units of any eight consecutive lines: those after the last are read, too.
 constexpr int64_t TILE = 64, QUAD = 4, TOGETHER = 8;  // numbers of K, of a unit; lines
-// One line stays a vector: its weights arrive from memory no faster.
-inline bool tiled(int64_t format, int64_t count) { return format == INT8 && count > 1 && tiles(); }
+// A few lines stay vectors: their weights arrive from memory no faster.
+inline bool tiled(int64_t format, int64_t count) { return format == INT8 && count > 4 && tiles(); }
 // Bytes of a QUAD: an odd number of cache lines, which rows of a tile would else evict from level 1.
 inline int64_t quad_bytes(int64_t count) { return ((count + TOGETHER - 1) / TOGETHER | 1) * TOGETHER * 2 * QUAD; }
 inline int64_t tiled_scales(int64_t count, int64_t K) {  // their place, in float32
